@@ -1,16 +1,16 @@
 """Reward functions of FAPO (arXiv:2510.22543): one sample in, one score out.
 
-    compute_score                 outcome rule: +1 if the last \\boxed{} holds the correct answer, else -1
+    compute_score                 outcome rule: +1 if the last \\boxed{} contains the correct answer, else -1
     compute_score_gsm8k           outcome rule for GSM8K, which also accepts "#### N"
     compute_score_baseline        outcome rule; a generative reward model (GenRM) may measure flaws
     compute_score_fapo            outcome rule, minus `penalty` if the GenRM finds a wrong step
     compute_score_fapo_genrm      reward for training the GenRM itself
     compute_score_discriminative  score of a discriminative reward model, with the outcome rule's accuracy
 
-Pass a function as grpo_trainer.py ... --reward-fn compute_score.py:compute_score_fapo, or as verl's custom
-reward function. This file is standalone: it imports nothing from this repository. It requires Python 3.11.
-Settings are keyword-only, so a misspelt setting raises an error. A failure is a status, never a number: if
-the judge is down or its critique is unusable, the sample gets `score: None` ("no verdict"), not +1 or 0.
+Pass a function to grpo_trainer.py (--reward-fn compute_score.py:compute_score_fapo), or to verl as its custom
+reward function. Settings are keyword-only, so a misspelt setting raises an error. A failure is a status, not
+a number: if the judge is down or its critique is unusable, the sample gets `score: None` ("no verdict"), not
++1 or 0. Standalone: imports nothing from this repository. Requires Python 3.11 or later.
 Not covered: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
@@ -33,11 +33,11 @@ from typing import Literal
 import aiohttp
 
 # --- 1. The answer in the box -------------------------------------------------------------------------------
-TAIL_CHARS = 300  # Only the end is searched, as in DAPO. Answers of MATH-500 have at most 159 characters.
+TAIL_CHARS = 300  # As in DAPO, only the end is searched. Answers in MATH-500 have at most 159 characters.
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    """Return the last `\\boxed{...}` in `text`, or None if no box exists or the last box is never closed."""
+    """Return the last `\\boxed{...}` in `text`, or None if there is no box or the last one is not closed."""
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
         return None
@@ -58,8 +58,8 @@ def remove_boxed(boxed: str) -> str:
 
 
 # The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1) as used in DAPO; docs/answers.md
-# lists where it is extended or stricter. An answer is split into LaTeX tokens. All tokens on one line of this
-# table mean the same, and the first token replaces the others.
+# lists extensions and stricter rules. An answer is split into LaTeX tokens. The tokens on each line of this
+# table are synonyms, and the first one replaces the others.
 _SAME = r"""
 - − –
 \pi π
@@ -147,11 +147,11 @@ _ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\bino
 
 
 def _tokens(answer):
-    """Return the tokens of `answer` in their first spelling, without white space and font commands."""
+    """Split `answer` into tokens, replace synonyms, and drop white space and font commands."""
     found = []
     for match in _TOKEN.finditer(answer):
         token = re.sub(r"\s", "", match[0])
-        if match["thousands"] and re.search(r"[{\\]", token):  # A plain "1,234" stays: it may be a list.
+        if match["thousands"] and re.search(r"[{\\]", token):  # A plain "1,234" may be a list.
             token = re.sub(r"[^\d.]+", "", token)
         if not match["space"]:
             found.append(_SAME.get(token, token))
@@ -161,8 +161,8 @@ def _tokens(answer):
 def _members(answer):
     """Split an answer at its top-level commas and return the normal form of each member.
 
-    Most answers have one member. A normal form has braces around every argument of a command and nowhere
-    else. White space remains only between words or numbers.
+    In the normal form, braces surround the arguments of commands and nothing else, and white space remains
+    only between words or numbers.
     """
     todo, found, wanted, groups, depth = _tokens(answer)[::-1], [], 0, [], 0
     while todo:
@@ -193,9 +193,8 @@ def _members(answer):
 
 
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
-# These substitutions span several tokens and are applied in this order. Each line below holds a regular
-# expression and, after the arrow, its replacement. They are applied to a text with one line per member of the
-# answer, in which ~ marks white space that must be kept.
+# These substitutions span several tokens and are applied in order. Each line has a regular expression, an
+# arrow and a replacement. The text has one line per member of the answer, and ~ marks white space to keep.
 _SPELLINGS = r"""
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
@@ -212,7 +211,7 @@ START((?:[\w.]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\
 \.(?!\d|\\overline|\\dot)                   →
 (^|=)(-?)0+(?=\d+(?![\d.]))                 → \1\2
 ^\(?([A-J])\)?:?$                           → \1
-# The end of a row before nothing, any matrix, \$5, 5 square cm, 16 years old, "the answer is 7"
+# A row separator before the end of a matrix, any matrix, \$5, 5 square cm, 16 years old, "the answer is 7"
 \\\\(?=\\end)                               →
 [(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
 \\\$(\d[\d.]*)                              → \1dollars
@@ -232,7 +231,7 @@ for _short, _long in {
     _SPELLINGS = _SPELLINGS.replace(_short, _long)
 _SPELLINGS = re.findall(r"^(\S+) +→ ?(\S*)$", _SPELLINGS, re.MULTILINE)
 
-# These patterns match the name of a value: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx, and AIME's m+n.
+# These patterns match names of values: x, a_{10}, f'(-2), \angle ABC, (x,y), |AB|, dy/dx and AIME's m+n.
 _TRIG = "sin|cos|tan|cot|sec|csc"
 _GREEK = (
     "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|"
@@ -280,7 +279,7 @@ def normalize_final_answer(answer: str) -> str:
 def _values(parts):
     """Join the values of an answer. Parentheses mark values whose order matters because their names differ.
 
-    A capital before a lower-case letter becomes lower case: "East" equals "east", but "A" is not "a".
+    A capital before a lower-case letter becomes lower case, so "East" equals "east", but "A" is not "a".
     """
     values = ", ".join(value for _, value, _ in parts)
     values = re.sub(r"\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
@@ -288,7 +287,7 @@ def _values(parts):
 
 
 def _agree(parts, true_parts):
-    """Return whether names and units agree. A name or unit that one side lacks agrees with anything."""
+    """Return whether names and units agree. A missing name or unit agrees with anything."""
     for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
         if name and true_name and name != true_name or unit and true_unit and unit != true_unit:
             return False
@@ -311,19 +310,19 @@ def compute_score(
     """Score one solution by the answer in its last box. A GSM8K solution without a box may use "####".
 
     Args:
-        verifier: "rule" compares normal forms. "math_verify" lets the library math-verify compare the values;
-            the call then blocks, and acc is None if math-verify does not finish.
+        verifier: "rule" compares normal forms. "math_verify" lets the library math-verify compare values. The
+            call then blocks, and acc is None if math-verify does not finish.
     Returns:
         A dict with score (+1, -1 or None), acc (whether the answer is correct) and pred (the answer).
     Raises:
-        ValueError: The verifier is unknown, or the ground truth is not one answer.
+        ValueError: The verifier is unknown, or the ground truth is not a single answer.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
     truth = str(ground_truth).strip()
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
         raise ValueError(f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
-                         "answer; pass a reward function for this data source")  # fmt: skip
+                         "answer; pass a reward function that supports this data source")  # fmt: skip
     answer = _find_answer(data_source, solution_str[-TAIL_CHARS:])
     if answer is None:
         pred, acc = "[INVALID]", False  # as in the original
@@ -335,7 +334,7 @@ def compute_score(
 
 
 def _find_answer(data_source, text):
-    """Return the content of the last box, or for GSM8K the number after "####", or None without an answer."""
+    """Return the content of the last box (GSM8K without a box: the number after "####"), or None."""
     if "\\boxed{" in text:
         boxed = last_boxed_only_string(text)
         return boxed and remove_boxed(boxed)
@@ -351,21 +350,21 @@ def _find_answer(data_source, text):
 def compute_score_gsm8k(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
-    """Score one solution by the rule for GSM8K, whatever the name of the data source is."""
+    """Score one solution by the rule for GSM8K, regardless of `data_source`."""
     return compute_score("gsm8k", solution_str, ground_truth, verifier=verifier)
 
 
 # math-verify limits its running time with signal.alarm, which works only in the main thread of a process.
-# Therefore child processes compare the answers, and an answer that hangs or kills its child process affects
-# no other answer. The children are forked, because a spawned child would run the main script again.
+# So child processes compare the answers, and an answer that hangs or kills its child does not affect other
+# answers. The children are forked because a spawned child would run the main script again.
 GRADE_TIMEOUT_S = 4  # Seconds per answer; ordinary answers take milliseconds.
-GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine.
-_grader_threads = ThreadPoolExecutor(4)  # This limits event loops to 4 concurrent child processes.
+GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine's memory.
+_grader_threads = ThreadPoolExecutor(4)  # Event loops use at most 4 child processes at a time.
 
 
 @functools.cache
 def _graders(process):
-    """Return the pipes to idle child processes and the lock for using them, one pair for each process id."""
+    """Return the list of pipes to idle child processes of the process with this id, and the list's lock."""
     return [], threading.Lock()
 
 
@@ -379,7 +378,7 @@ def _start_grader():
 
 
 def _grade(pipe, parents_end):
-    """Run a child process: read pairs (truth, answer) and send True, False, or None if memory ran out."""
+    """Receive (truth, answer) pairs in a child process; send True, False, or None if memory ran out."""
     from math_verify import parse, verify
     parents_end.close()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # The parent may have set a handler.
@@ -390,7 +389,7 @@ def _grade(pipe, parents_end):
     with contextlib.suppress(EOFError, ConnectionError):  # The parent has ended or closed the pipe.
         while True:
             sides = pipe.recv()
-            signal.alarm(GRADE_TIMEOUT_S)  # The signal ends this process even inside C code.
+            signal.alarm(GRADE_TIMEOUT_S)  # The signal ends this process even while C code runs.
             try:
                 boxes = [f"\\boxed{{{side}}}" for side in sides]
                 parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
@@ -403,7 +402,7 @@ def _grade(pipe, parents_end):
             pipe.send(verdict)
 
 
-# math-verify ignores these parts: it would read 52_8 as 52, 1.4\ldots as 1.4, and an equation as a value.
+# math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, and an equation as a value.
 _NOT_READ = re.compile(
     r"=|_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
     r"(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
@@ -413,9 +412,9 @@ _NOT_READ = re.compile(
 def _math_verify(answer, truth):
     """Ask math-verify whether two answers are equal. Return None if math-verify does not finish.
 
-    The call blocks. Any thread may make it.
+    The call blocks, but is thread-safe.
     """
-    import math_verify  # noqa: F401  (An import before the fork is shared by all child processes.)
+    import math_verify  # noqa: F401  (Child processes share what is imported before the fork.)
     if answer == truth or is_equal(answer, truth):
         return True
     parts, true_parts = _parts(answer), _parts(truth)
@@ -432,12 +431,12 @@ def _math_verify(answer, truth):
         verdict = grader.recv()
     except (EOFError, ConnectionError):  # The child died.
         return None
-    free.append(grader)  # An interrupt skips this line, because the child has not sent its answer yet.
+    free.append(grader)  # After an interrupt, the child is not reused: its answer is still due.
     return verdict
 
 
 # --- 3. The judge's prompt and its answer -------------------------------------------------------------------
-# FAPO-GenRM was trained on this prompt (paper appendix F and all FAPO-Critic data); it is quoted verbatim.
+# FAPO-GenRM was trained on this prompt, quoted verbatim from appendix F of the paper and from FAPO-Critic.
 _TAGGED = (
     "The following is a math problem with its ground truth answer, along with an AI solution (split into "
     "paragraphs, enclosed with tags and indexed from 0):\n\n"
@@ -454,21 +453,21 @@ _RAW = _TAGGED.replace(", enclosed with tags and indexed from 0", "").replace("p
 _NO_TRUTH = _TAGGED.replace(" with its ground truth answer", "").replace("[Ground Truth]\n\n{answer}\n\n", "")
 _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 
-# A style maps to (template, format of one paragraph). An empty format leaves the solution unsplit. Add your
-# own styles here.
+# {style: (template, format of one paragraph)}. With an empty format, the solution is not split. Add your own
+# styles here.
 PROMPT_STYLES = {"tagged": (_TAGGED, _TAGS), "no_truth": (_NO_TRUTH, _TAGS), "raw": (_RAW, "")}
 
 
 def split_paragraphs(solution: str) -> list[str]:
-    """Split a solution at empty lines. As in FAPO-Critic, a line of spaces does not split a solution."""
+    """Split a solution at empty lines. As in FAPO-Critic, a line of spaces is not empty."""
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
 def _break_frame(solution: str, template: str, paragraph: str) -> str:
-    """Replace the brackets around the prompt's headings and tags by parentheses inside the solution.
+    """Replace the brackets of the prompt's headings and tags with parentheses in the solution.
 
-    Otherwise a policy that learns to write `</paragraph_0>` or `[Ground Truth]` could pass its own text off
-    as part of the prompt. A solution without such markers is returned unchanged.
+    Otherwise a policy could learn to write `</paragraph_0>` or `[Ground Truth]` and pass off its own text as
+    part of the prompt. A solution without such markers is returned unchanged.
     """
     markers = re.findall(r"\[[^\[\]]+\]|<[^<>]+>", _TAGGED + _TAGS + template + paragraph)
     pattern = "|".join(map(re.escape, markers)).replace(r"\{index\}", r"\d+")
@@ -476,10 +475,7 @@ def _break_frame(solution: str, template: str, paragraph: str) -> str:
 
 
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
-    """Return the judge's prompt for a solution, which is a string or a list of paragraphs.
-
-    `_break_frame` makes headings and tags of the prompt harmless if they occur inside the solution.
-    """
+    """Return the judge's prompt for a solution, which is a string or a list of paragraphs."""
     if prompt_style not in PROMPT_STYLES:
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
     template, paragraph = PROMPT_STYLES[prompt_style]
@@ -498,10 +494,7 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
 
 
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
-    """Return the index in the last box, where -1 means that the critique found no error.
-
-    Return None if there is no index, or if no such paragraph exists.
-    """
+    """Return the index in the last box (-1: no error found), or None if it is not a valid index."""
     try:
         index = int(remove_boxed(last_boxed_only_string(text) or ""))
     except ValueError:
@@ -512,16 +505,16 @@ def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
 
 
 # --- 4. Asking a reward model -------------------------------------------------------------------------------
-KILLS_SERVERS = 422  # router.py rejects a request that crashed servers with this status.
+KILLS_SERVERS = 422  # router.py returns this status for a request that crashed servers.
 GENRM_MAX_TOKENS = 16384  # The original recipe uses the same limit (reward_fn_reasoning.py).
-# Time limit for all attempts of a request. It is below the reward loop's limit of 600 s, so that a judge that
-# is too slow is reported as genrm_status "timeout".
+# Time limit in seconds for all attempts of a request. The reward loop's limit of 600 s is higher, so a judge
+# that is too slow is reported as genrm_status "timeout".
 GENRM_TIMEOUT_S = 500.0
-SHARED_ANSWERS = 1024  # Equal requests at temperature 0 come from one group, so a few recent answers suffice.
+SHARED_ANSWERS = 1024  # Identical requests come from one group, so a few recent answers suffice.
 
 
 class _SharedAnswer(asyncio.Lock):
-    """The answer to equal requests. The first caller holds the lock and asks; later callers read `answer`."""
+    """The answer to identical requests. The first caller locks it and asks; the others read `answer`."""
     answer = None
 
 
@@ -537,44 +530,44 @@ async def _session():
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         headers = {}
-        # A judge on another machine may ask for a key. The key comes from the environment to keep it out of
+        # A judge on another machine may require a key. The key comes from the environment to keep it out of
         # configs and logs. `strip` removes the newline at the end of a key file.
         key = os.environ.get("ROUTER_API_KEY", "").strip()
         if key:
             headers["Authorization"] = f"Bearer {key}"
         _sessions[loop] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=1024),  # The default of 100 is too small for judges.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # `chat` limits the total.
+            connector=aiohttp.TCPConnector(limit=1024),  # The default of 100 is too low for judges.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # `chat` sets the total limit.
             headers=headers,
         )
         for other in list(_sessions):
-            if other.is_closed():  # A function that calls asyncio.run per sample leaves closed loops behind.
+            if other.is_closed():  # A function that calls asyncio.run for each sample leaves closed loops.
                 await close_session(other)
     return _sessions[loop]
 
 
 async def close_session(loop=None) -> None:
-    """Close this event loop's session. Scripts and tests call it before their loop ends."""
+    """Close this event loop's session. Call this function before the loop ends."""
     session = _sessions.pop(loop or asyncio.get_running_loop(), None)
     if session:
         await session.close()
 
 
 class ReplyError(Exception):
-    """A reply with HTTP status 200 that reports a failure. `status` is the status in the reply's body."""
+    """A reply with HTTP status 200 whose body reports a failure with the status `status`."""
 
     def __init__(self, status, message):
-        super().__init__(f"status {status} in the body of a reply with HTTP status 200: {message}")
+        super().__init__(f"HTTP status 200, but the body reports status {status}: {message}")
         self.status = status
 
 
 def _raise_if_failed(reply):
-    """Raise ReplyError if a reply, or one choice of a reply, has an `error`. Gateways send such replies."""
+    """Raise ReplyError if a reply or one of its choices has an `error`. Gateways send such replies."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
     code = str(error.get("code")) if isinstance(error, dict) else ""
-    # Without a status in the reply, 502 says that the server behind the gateway failed.
+    # Without a status, assume 502: the server behind the gateway failed.
     status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502
     raise ReplyError(status, f"{error!s:.200}")
 
@@ -594,8 +587,8 @@ async def _json_request(method, url, **kwargs):
 async def served_model(address: str, outdated=None) -> dict:
     """Return the first model that GET /v1/models lists: its id, max_model_len and more.
 
-    Each address is asked once. `outdated` is an earlier answer that turned out to be wrong: the address is
-    asked again, unless another caller has done so already.
+    The answer is cached for each address. To refresh the cache, pass the wrong answer as `outdated`; the
+    address is not queried again if another caller has refreshed the cache in the meantime.
     """
     shared = _shared_answer(asyncio.get_running_loop(), address)
     async with shared:
@@ -604,7 +597,7 @@ async def served_model(address: str, outdated=None) -> dict:
             limit = aiohttp.ClientTimeout(total=60)
             models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
             if not isinstance(models, dict) or not models.get("data"):
-                raise ValueError(f"http://{address}/v1/models lists no model: {models!s:.200}")
+                raise ValueError(f"http://{address}/v1/models lists no models: {models!s:.200}")
             shared.answer = models["data"][0]
         return shared.answer
 
@@ -614,15 +607,15 @@ async def chat(
     timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None) -> tuple[str, str, int | None]:  # fmt: skip
     """Send one user message to `http://address/v1/chat/completions`. Settings that are None are not sent.
 
-    Broken connections and HTTP 408, 425, 429 and 5xx are retried after growing random pauses until
-    `timeout_s` has passed, even if a reply with HTTP status 200 reports them. A failing server never makes
-    `chat` raise. At temperature 0, equal requests wait for the first request, even while it hangs, and share
-    its answer. They do not share a failure, unless the request crashed servers.
+    After a broken connection or status 408, 425, 429 or 5xx (even in the body of a reply with HTTP status
+    200), the request is retried with growing random pauses until `timeout_s` has passed. A failing server
+    never makes `chat` raise an exception. At temperature 0, identical requests wait for the first one, even
+    if it hangs, and share its answer. They share a failure only if the request crashed servers.
 
     Returns:
         (status, text, completion tokens). The status is "ok", "truncated" (cut off at the limit, or aborted
-        because vLLM was put to sleep), "http_error" or "timeout". For the last two statuses the text says
-        what went wrong. The number of tokens is None if the answer was shared.
+        because vLLM was put to sleep), "http_error" or "timeout". For the last two statuses, the text
+        describes the error. The number of tokens is None if the answer was shared.
     """
     # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
     prompt = prompt.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -638,16 +631,16 @@ async def chat(
     shared = _SharedAnswer()
     if temperature == 0:
         shared = _shared_answer(asyncio.get_running_loop(), f"{address} {body}")
-    failure = "neither this request nor an identical one was answered"
+    failure = "none"
     pause = 0.5
     try:
         async with asyncio.timeout(timeout_s), shared:
             while not shared.answer:
                 try:
                     return await _ask(address, body, shared)
-                except Exception as error:  # A bad address or an unreadable reply ends here as well.
+                except Exception as error:  # This includes bad addresses and unreadable replies.
                     failure = f"{type(error).__name__}: {error}"
-                    if getattr(error, "status", 0) == KILLS_SERVERS:  # Equal requests would crash more.
+                    if getattr(error, "status", 0) == KILLS_SERVERS:  # Identical requests would crash more.
                         shared.answer = "http_error", failure
                     if not _is_retryable(error):
                         return "http_error", failure, 0
@@ -655,7 +648,7 @@ async def chat(
                 pause = min(8.0, 2 * pause)
             return *shared.answer, None
     except TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s (last failure: {failure})", 0
+        return "timeout", f"no answer from {address} within {timeout_s:g} s (last error: {failure})", 0
 
 
 def _is_retryable(error):
@@ -667,7 +660,7 @@ def _is_retryable(error):
 
 
 async def _ask(address, body, shared):
-    """Make one attempt and return what `chat` returns. `shared` gets the answer, unless vLLM aborted it."""
+    """Make one attempt and return what `chat` returns. `shared` gets the answer unless vLLM aborted it."""
     reply = await _complete_chat(address, body)
     status, text, tokens, is_aborted = _read_reply(reply)
     if not is_aborted:
@@ -689,13 +682,13 @@ async def _complete_chat(address, body):
     try:
         return await _json_request("POST", url, json=body)
     except (aiohttp.ClientResponseError, ReplyError) as error:
-        if error.status == 404:  # Another model may have been started at this address.
+        if error.status == 404:  # Another model may now be served at this address.
             renamed = await served_model(address, outdated=served)
             if renamed["id"] == served["id"]:
                 raise
             body["model"] = renamed["id"]
         elif error.status == 400 and "max_tokens" in body and context < math.inf:
-            del body["max_tokens"]  # The prompt may leave less room than max_tokens.
+            del body["max_tokens"]  # The prompt may leave fewer than max_tokens tokens.
         else:
             raise
     return await _json_request("POST", url, json=body)
@@ -713,7 +706,7 @@ def _read_reply(reply):
     try:
         choice = reply["choices"][0]
         _raise_if_failed(choice)
-        text = choice["message"]["content"] or ""  # It is null if a reasoning parser found no final part.
+        text = choice["message"]["content"] or ""  # null if a reasoning parser found no final answer
         if isinstance(text, list):  # Some servers send the content in parts.
             text = [part.get("text") or "" for part in text]
         text = "".join(text)  # This raises TypeError if the content is not text.
@@ -735,7 +728,7 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
     Returns:
         A dict with first_wrong (index of the first wrong paragraph, from 0; -1 if there is none, None if
         unknown), genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout" or "skipped"),
-        genrm_error, genrm_shared (whether the answer came from an equal request) and critique.
+        genrm_error, genrm_shared (whether the answer came from an identical request) and critique.
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, tokens = await chat(prompt, address, **settings)
@@ -743,7 +736,7 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
     if status in ("http_error", "timeout"):
         verdict |= {"genrm_error": text, "critique": ""}
     elif status == "ok":
-        # With a raw prompt the judge numbers the steps itself, so any index is valid.
+        # With a raw prompt, the judge numbers the steps itself, so any index is valid.
         paragraphs = split_paragraphs(solution) if isinstance(solution, str) else solution
         count = None if prompt_style == "raw" else len(paragraphs)
         verdict["first_wrong"] = parse_critique(text, count)
@@ -758,9 +751,9 @@ async def compute_score_discriminative(
     """Score a conversation by the logit that vLLM's /classify returns for a discriminative reward model.
 
     Args:
-        prompt: the messages of the row. The reward model's chat template renders them, including BOS.
+        prompt: the messages of the prompt. The reward model's chat template renders them, including BOS.
     Returns:
-        A dict with score, and with acc and pred of the outcome rule (None if ground_truth is "").
+        A dict with score, and with acc and pred from the outcome rule (None if ground_truth is "").
     Raises:
         aiohttp.ClientError: The server failed.
         ValueError: The model has more than one label.
@@ -789,15 +782,15 @@ async def compute_score_fapo(
     and -1 if the answer is wrong.
 
     Args:
-        turns: the turns of a rollout function. If there are several turns, the judge reads turns (each with
-            its author) instead of paragraphs, and first_wrong is the index of a turn.
-        penalty: lambda. 1.0 is the paper's majority-guided default (appendix A). If penalty is None, the
-            judge only measures, and the run needs no judge.
+        turns: the turns of a rollout function. If there are several turns, the judge reviews turns (each
+            with its author) instead of paragraphs, and first_wrong is the index of a turn.
+        penalty: lambda; the paper's majority-guided default is 1.0 (appendix A). With None, the judge is
+            optional and does not affect the score.
         on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores the
-            sample as if the solution were sound, as the original does. "rule" also keeps None out of the
-            returned numbers, which matters because verl averages every value.
-        judge_test: also query the judge on the test split, only to measure: the score stays the rule's.
-        judge_wrong: also query the judge on wrong answers, for first_wrong: their score stays the rule's.
+            sample as if the solution were sound, as the original does. "rule" also avoids None in the
+            returned numbers, because verl averages every value.
+        judge_test: also query the judge on the test split. The score is still the outcome rule's.
+        judge_wrong: also query the judge on wrong answers to get first_wrong. Their score does not change.
         keep_critique: return the text of the critique.
         genrm_chat_kwargs: arguments for the judge's chat template, such as {"enable_thinking": false}.
         genrm_*: all other settings are passed to `chat` without the prefix.
@@ -809,7 +802,7 @@ async def compute_score_fapo(
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
     result = compute_score(data_source, solution_str, ground_truth)
-    if verifier != "rule":  # math-verify blocks. asyncio.to_thread's threads must stay free for host names.
+    if verifier != "rule":  # math-verify blocks, and asyncio needs its default threads to resolve host names.
         grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
         graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
         if graded["acc"] is not None or on_no_verdict == "none":
@@ -825,9 +818,9 @@ async def compute_score_fapo(
         if reward_router_address is None:
             raise ValueError("reward_router_address: no judge is running; pass --genrm or --router-address")
         if extra_info.get("question") is None:
-            raise ValueError("extra_info['question'] is missing; add the problem's text for the judge")
+            raise ValueError("extra_info['question'] is missing; the judge needs the problem's text")
         solution = solution_str
-        if len(turns) > 1:  # Each paragraph begins with its author, so no text can claim another author.
+        if len(turns) > 1:  # Each paragraph starts with its real author, so no text can fake one.
             solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
         verdict = await judge_solution(
             extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
@@ -849,10 +842,7 @@ async def compute_score_fapo(
 
 
 async def compute_score_baseline(*sample, **settings) -> dict:
-    """Score by the outcome rule only. If a GenRM runs, it only measures.
-
-    The arguments are those of compute_score_fapo.
-    """
+    """Score by the outcome rule only; a GenRM, if any, only measures. Arguments: see compute_score_fapo."""
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 
@@ -866,14 +856,14 @@ def compute_score_fapo_genrm(
     reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
     """Score one critique: R = R_outcome + R_process.
 
-    R_outcome is +1 if the critique is right about whether the solution is flawed (acc), else -1. It is -1 as
-    well if the last 300 characters contain no index. R_process is -|pred - true| / total_steps if both the
+    R_outcome is +1 if the critique correctly says whether the solution is flawed (acc), else -1. R_outcome is
+    also -1 if the last 300 characters contain no index. R_process is -|pred - true| / total_steps if both the
     critique and the label say that the solution is flawed, else 0.
 
     Returns:
         A dict with score, acc, exact (whether the index is right) and gt (the label). If on_no_verdict is
-        "none", the dict also has pred and three values whose means are rates: recall and location over the
-        flawed solutions, sound_kept over the sound solutions. They may be None, which verl cannot average.
+        "none", the dict also has pred and three values whose means are rates: recall and location (of flawed
+        solutions) and sound_kept (of sound solutions). These values may be None, which verl cannot average.
     Raises:
         ValueError: ground_truth or extra_info["total_steps"] is missing or out of range.
     """
@@ -882,7 +872,7 @@ def compute_score_fapo_genrm(
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
     if not -1 <= truth < total_steps:
-        raise ValueError(f"ground_truth: {truth} is not between -1 and {total_steps - 1} (total_steps - 1)")
+        raise ValueError(f"ground_truth: {truth} must be between -1 and {total_steps - 1} (total_steps - 1)")
     pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed

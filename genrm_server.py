@@ -4,11 +4,11 @@
     python genrm_server.py --model PATH --task classify        # a discriminative reward model, POST /classify
     python genrm_server.py --model PATH -- --max-num-seqs 64   # after --: any argument of vLLM's own server
 
-ModelServers supervises the servers and the router of one model. A VllmServer is one server: a child process
-that ends with this program, however this program ends. Each server gets GPUs from CUDA_VISIBLE_DEVICES, in
-order, or an equal share of the CPU cores. A server that dies leaves the router and is restarted after a
-growing delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready.
-Servers ask for a key on every path except /health (KeyGuard). cluster/placement.py runs them as Ray actors.
+ModelServers supervises the servers and the router of one model. A VllmServer is a child process that
+ends with this program, even if this program is killed. Servers get GPUs from CUDA_VISIBLE_DEVICES, in order,
+or equal shares of the CPU cores. A server that dies is removed from the router and restarted after a growing
+delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready. Servers need
+a key on every path except /health (KeyGuard). cluster/placement.py runs servers as Ray actors.
 Needs router.py. Not covered: systems other than Linux, servers that span nodes, other engines.
 """
 
@@ -33,7 +33,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Literal
 
-import tyro  # Functions import router.py and torch when they need them: every guard() imports this file.
+import tyro  # Functions import router.py and torch, because every guard() imports this file.
 
 FOLDER = str(Path(__file__).parent)
 
@@ -42,37 +42,37 @@ FOLDER = str(Path(__file__).parent)
 class Config:
     """Serve a reward model: N vLLM servers behind one router."""
 
-    model: str  # Folder of the model, or its name on the Hugging Face Hub (only a name needs the network).
-    num_servers: int = 1  # Number of vLLM servers, each with a whole copy of the model.
-    port: int = 30000  # Port of the router. 0: a free port, which is printed.
+    model: str  # Folder of the model, or its name on the Hugging Face Hub (which needs network access).
+    num_servers: int = 1  # Number of vLLM servers, each with a full copy of the model.
+    port: int = 30000  # Port of the router. 0: choose a free port and print it.
     host: str = "127.0.0.1"  # Address of the router. 0.0.0.0 opens it to the network: set an API key then.
-    # What the model does: generate text, or classify (a discriminative reward model, POST /classify).
+    # Task of the model: generate text, or classify (a discriminative reward model, POST /classify).
     task: Literal["generate", "classify"] = "generate"
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # Where the model runs. auto: on GPUs if there are any.
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # Device of the model. auto: GPUs if there are any.
     tensor_parallel_size: int = 1  # Number of GPUs per server (without a GPU: processes per server).
-    gpu_share: float = 1.0  # Fraction of a GPU's memory for each server. 1: servers do not share GPUs.
-    cpus: str = ""  # CPU cores for the servers, e.g. 0,1 (only without a GPU). Empty: all, divided evenly.
-    served_model_name: str = ""  # Model name that clients send in requests. Empty: the value of --model.
+    gpu_share: float = 1.0  # Fraction of a GPU's memory for each server. 1: no sharing of GPUs.
+    cpus: str = ""  # CPU cores for the servers, e.g. 0,1 (only on CPU). Empty: all, divided evenly.
+    served_model_name: str = ""  # Model name in requests. Empty: the value of --model.
     # Data type of the weights. Empty: float32 on CPU (where bfloat16 is slow), vLLM's choice on GPUs.
     dtype: str = ""
-    max_model_len: int = 0  # Maximum length of prompt plus answer, in tokens. 0: the model's own limit.
+    max_model_len: int = 0  # Maximum length of prompt plus answer, in tokens. 0: the limit of the model.
     sleep_mode: bool = False  # Let the servers release their GPU memory while they sleep (GPUs only).
-    control: bool = False  # Enable vLLM's control endpoints, such as /collective_rpc (with --server-key).
-    seed: int = 0  # Server i samples with seed + i, so that no two servers give the same answers.
+    control: bool = False  # Enable vLLM's control endpoints, such as /collective_rpc (see --server-key).
+    seed: int = 0  # Random seed. Server i uses seed + i, so that servers sample different answers.
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
-    queue_timeout: float = 180.0  # Time limit for waiting until a server is healthy, in seconds.
-    # Key that clients must send as a bearer token. Empty: ROUTER_API_KEY, or no key if that is unset.
+    queue_timeout: float = 180.0  # Maximum time that a request waits for a healthy server, in seconds.
+    # Key that clients must send as a bearer token. Empty: the value of ROUTER_API_KEY, or no key.
     api_key: str = field(default="", repr=False)
-    # Key between the router and the servers. Empty: the last key of --api-key, or a random one.
+    # Key that the router sends to the servers. Empty: the last key of --api-key, or a random key.
     server_key: str = field(default="", repr=False)
-    # Folder of the log files. Empty: outputs/genrm_logs/PORT, or the process id if --port is 0.
+    # Folder for log files. Empty: outputs/genrm_logs/PORT, with the process id as PORT if --port is 0.
     log_dir: Path | None = None
-    startup_timeout: float = 1800.0  # Time limit for starting a server, in seconds.
+    startup_timeout: float = 1800.0  # Time limit for the start of a server, in seconds.
     vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's own server, after --.
     flag_prefix: tyro.conf.Suppress[str] = ""  # Prefix of the flags in messages, such as genrm- or rollout-.
 
     def check(self) -> None:
-        """Raise ValueError, which names the flag and the remedy, if a setting is impossible."""
+        """Raise ValueError if a setting is invalid."""
         for name in ("num_servers", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 flag = name.replace("_", "-")
@@ -81,18 +81,18 @@ class Config:
         is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         if not (path / "config.json").exists() and (path.exists() or not is_on_hub):
             flag = "--genrm" if self.flag_prefix == "genrm-" else "--model"
-            raise ValueError(f"{flag} {self.model}: must be a folder with config.json or a Hub name")
+            raise ValueError(f"{flag} {self.model}: must be a folder with config.json, or a Hub name")
         share = f"--{self.flag_prefix}gpu-share {self.gpu_share}"
         if not 0 < self.gpu_share <= 1:
             raise ValueError(f"{share}: must be above 0 and at most 1")
         if self.gpu_share < 1 < self.tensor_parallel_size:
             raise ValueError(f"{share}: a server with several GPUs cannot share them; pass 1")
         if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port {self.port}: must be from 0 to 65535")
+            raise ValueError(f"--port {self.port}: must be between 0 and 65535")
 
 
 def resolve_config(config: Config) -> Config:
-    """Check the settings and fill in what depends on this machine: keys, paths, and the device."""
+    """Check the settings and resolve those that depend on this machine: keys, paths and the device."""
     import router
     config.check()
     key = router.read_key(config.api_key, "ROUTER_API_KEY")
@@ -106,14 +106,14 @@ def resolve_config(config: Config) -> Config:
     )
     path = Path(config.model).expanduser()
     if path.exists():
-        config.model = str(path.absolute())  # Not resolved: a link may point elsewhere on each node.
+        config.model = str(path.absolute())  # A link may point to different folders on different nodes.
     if config.device == "auto":
         config.device = choose_device()
     return config
 
 
 def choose_device() -> str:
-    """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if PyTorch cannot use the GPU here."""
+    """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if there is an unusable GPU."""
     import torch
     if torch.cuda.is_available():
         return "cuda"
@@ -121,28 +121,28 @@ def choose_device() -> str:
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
             raise ValueError(
                 f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
-                "a vllm that matches the GPU driver (see requirements.txt), or pass --device cpu")
+                "a vLLM version for this GPU driver (see requirements.txt), or pass --device cpu")
     return "cpu"
 
 
 # ---- all servers of one model
 
 WATCH_EVERY = 0.5  # seconds between two health checks of a server
-HEALTH_TIMEOUT = 2.0  # seconds; an answer of /health that takes longer counts as missing
+HEALTH_TIMEOUT = 2.0  # time limit for an answer of /health, in seconds
 HANG_SECONDS = 180.0  # A server that does not answer /health for this long is killed and restarted.
-MAX_DEATHS = 5  # The service gives up on a server that dies this many times in a row before it is ready.
-RESTART_DELAY = 1.0  # seconds before a restart; doubles with each failed start in a row, up to 60 seconds
-CONTROL_TIMEOUT = 600.0  # seconds; a control call may load new weights or wait for running requests
-SLEEP = "/sleep?level=1&mode=wait"  # Weights move to CPU memory. Without mode=wait, vLLM aborts requests.
-# Servers on one GPU start one after the other: while vLLM starts, it measures its memory use, and would count
+MAX_DEATHS = 5  # The service gives up on a server after this many deaths in a row before it is ready.
+RESTART_DELAY = 1.0  # seconds before a restart; doubled for each failed start in a row, up to 60 seconds
+CONTROL_TIMEOUT = 600.0  # seconds; a control call may load weights or wait for running requests
+SLEEP = "/sleep?level=1&mode=wait"  # Moves weights to CPU memory. Without mode=wait, vLLM aborts requests.
+# Servers on the same GPU start one after the other: a starting vLLM measures its memory use, and would count
 # the memory of another server that starts at the same time.
 GPU_START_LOCKS = defaultdict(threading.Lock)
 
 
 def request(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0):
-    """Send a small HTTP request and return (status, text), or (0, error) if there was no answer.
+    """Send a small HTTP request and return (status, text), or (0, error) without an answer.
 
-    Hundreds of servers are checked twice a second, and sessions of HTTP libraries take four times as long.
+    Hundreds of servers are checked twice a second, and HTTP libraries with sessions are four times slower.
     """
     host, _, path = url.removeprefix("http://").partition("/")
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
@@ -164,16 +164,16 @@ def say(text: str) -> None:
 
 @dataclass(eq=False)
 class ServerSlot:
-    """A server, or the router, and what its supervising thread knows about it."""
+    """A server or the router, with its state for the thread that supervises it."""
 
     name: str
     server: object  # a VllmServer or RouterProcess, or the handle of a Ray actor
     log: Path
     url: str = ""
-    joined: int = 0  # the start of the router with which the server has registered (1, 2, ...); 0: none
-    ready: bool = False  # whether the server has been ready since its latest start
+    joined: int = 0  # the router start (1, 2, ...) at which the server registered; 0: not registered
+    ready: bool = False  # whether the server has become ready since its latest start
     restarts: int = 0
-    given_up: str = ""  # why the service gave up on this server; empty: the server is still supervised
+    given_up: str = ""  # why the service gave up on this server; empty: it is still supervised
 
 
 class ModelServers:
@@ -181,10 +181,10 @@ class ModelServers:
 
     `servers` are Ray actors of VllmServer; by default the servers run on this machine. The constructor waits
     until all servers are ready, unless `wait` is False. before_starting(slot) is called before a server
-    starts, before_joining(slot) once a server is healthy, but before the router sends requests to it.
-    `router_address` is "host:port". The `lock` is held while a server joins and during a control call to all
-    servers, so no server misses a control call. The constructor raises ValueError for impossible settings,
-    OSError if the router's port is taken, and RuntimeError with the log's end if a server does not start.
+    starts, and before_joining(slot) when it is healthy but not yet in the router. `router_address` is
+    "host:port". The `lock` is held while a server joins and during a control call to all servers, so that no
+    server misses a control call. The constructor raises ValueError for invalid settings, OSError if the port
+    of the router is taken, and RuntimeError if a server does not start.
     """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
@@ -229,21 +229,21 @@ class ModelServers:
     def check(self) -> None:
         """Raise RuntimeError if the service has given up on every server."""
         if all(slot.given_up for slot in self.slots):
-            raise RuntimeError("no server is left: every server failed too often (see GIVING UP above)")
+            raise RuntimeError("all servers failed too often; see the GIVING UP messages above")
 
     def supervise(self, slot: ServerSlot) -> None:
-        """Run a server or the router, and restart it when it dies. This method is the body of a thread."""
-        failed_starts = 0  # consecutive starts after which the server never got ready
+        """Run a server or the router in a thread, and restart it when it dies."""
+        failed_starts = 0  # consecutive starts after which the server did not become ready
         deaths = 0  # failed starts that the server caused itself
         while not self.stopping.is_set():
             log_end = ""
             try:
                 event = self.watch(slot)
                 log_end = self.call_server(slot, "last_lines")
-                # A sleeping model may die because the trainer uses its GPU memory: such deaths do not count.
+                # Deaths during sleep do not count: the trainer may be using the GPU memory.
                 if slot is not self.router and not self.asleep:
                     deaths += 1
-            except Exception as error:  # not a death: a full disk or a lost node may recover
+            except Exception as error:  # not a death: e.g. a full disk or a lost node
                 last = str(error).strip().rpartition("\n")[2]  # after an actor's traceback
                 event = f"failed ({type(error).__name__}: {last:.200})"
             if self.stopping.is_set():
@@ -253,7 +253,7 @@ class ModelServers:
             else:
                 failed_starts += 1
             if not self.all_ready.is_set() or deaths >= MAX_DEATHS:
-                slot.given_up = f"{slot.name} {event}; the end of {slot.log}:\n{log_end}"
+                slot.given_up = f"{slot.name} {event}; the last lines of {slot.log}:\n{log_end}"
                 if self.all_ready.is_set():
                     say(f"GIVING UP: {slot.given_up}")
                 break
@@ -261,11 +261,11 @@ class ModelServers:
             say(f"{slot.name} {event}; restarting in {delay:g} s (log: {slot.log})")
             self.stopping.wait(delay)
             slot.restarts += 1
-        with contextlib.suppress(Exception):  # The actor may be gone.
+        with contextlib.suppress(Exception):  # The actor may no longer exist.
             self.call_server(slot, "stop")
 
     def watch(self, slot: ServerSlot) -> str:
-        """Start a server or the router, watch it, and return what happened once it is dead or hangs."""
+        """Start a server or the router, watch it until it dies or hangs, and return what happened."""
         slot.ready = False
         with contextlib.ExitStack() as start_lock:  # The lock is released when the server is ready.
             if slot is not self.router:
@@ -278,15 +278,15 @@ class ModelServers:
                 while not self.stopping.wait(WATCH_EVERY):
                     status, _ = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
                     silent = time.monotonic() - answered
-                    if status == 200 or slot is self.router and status:  # 503: it has no servers
+                    if status == 200 or slot is self.router and status:  # 503: the router has no servers
                         answered = time.monotonic()
                         self.join(slot, answered - started)
                     elif not self.call_server(slot, "alive"):
                         return "died"
                     elif not slot.ready and silent > self.config.startup_timeout:
-                        return f"was not ready after {silent:.1f} s (--startup-timeout)"
+                        return f"was not ready after {silent:.1f} s; raise --startup-timeout"
                     elif slot.ready and silent > HANG_SECONDS:
-                        return f"hangs: no answer from /health for {silent:.0f} s"
+                        return f"hangs: /health has not answered for {silent:.0f} s"
                     if slot.ready:
                         start_lock.close()
                     if self.router.ready and all(other.joined for other in self.slots):
@@ -296,15 +296,11 @@ class ModelServers:
         return "was stopped"
 
     def join(self, slot: ServerSlot, seconds: float) -> None:
-        """Add a healthy server to the router, unless it is there. If this fails, the next check tries again.
-
-        A restarted router knows no servers, so `joined` records with which start of the router the server has
-        registered.
-        """
+        """Add a healthy server to the router if necessary. If this fails, the next check tries again."""
         router_start = self.router.restarts + 1
         if slot is self.router:
             slot.ready = True
-        if slot is self.router or slot.joined == router_start:
+        if slot is self.router or slot.joined == router_start:  # A restarted router knows no servers.
             return
         with self.lock:
             if not slot.joined:
@@ -326,26 +322,26 @@ class ModelServers:
             request("DELETE", url, None, self.config.server_key)
 
     def call_server(self, slot: ServerSlot, method: str, *args):
-        """Call a method of the server, here or in its Ray actor. Ray may have to find room for the actor."""
+        """Call a method of the server, here or in its Ray actor. Ray may have to place the actor first."""
         function = getattr(slot.server, method)
         if isinstance(slot.server, Process):
             return function(*args)
         import ray
-        if not ray.is_initialized():  # A remote call would start a new Ray, which does not know the actor.
-            raise RuntimeError("Ray was shut down")
+        if not ray.is_initialized():  # A remote call would start a new Ray cluster without the actor.
+            raise RuntimeError("Ray was shut down while servers were running")
         return ray.get(function.remote(*args))
 
     def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> None:
         """Send a control call to one server. Raise RuntimeError if the response status is not 200."""
         status, text = request("POST", slot.url + path, body, self.config.server_key, CONTROL_TIMEOUT)
         if status != 200:
-            raise RuntimeError(f"{slot.name}: POST {path} failed ({status}): {text[:300]}")
+            raise RuntimeError(f"{slot.name}: POST {path} failed (status {status}): {text[:300]}")
 
     def post_control_all(self, path: str, body: dict | None = None) -> None:
-        """Send a control call to all servers in the router at the same time. The caller must hold the lock.
+        """Send a control call to all servers of the router at the same time. The caller must hold the lock.
 
-        A server that dies during the call is restarted, and joins with the state of the other servers.
-        Raises RuntimeError if a living server rejects the call, or if the service has given up on them all.
+        A server that dies during the call is restarted, and gets the state of the others when it joins.
+        Raises RuntimeError if a living server rejects the call, or if the service gave up on all servers.
         """
         with ThreadPoolExecutor(len(self.slots)) as pool:
             joined = [slot for slot in self.slots if slot.joined]
@@ -358,14 +354,14 @@ class ModelServers:
             if healthy and slot.joined:
                 raise error
             say(f"{error}; restarting the server")
-            if slot.joined:  # Otherwise its thread has noticed the death, and may have restarted it already.
-                with contextlib.suppress(Exception):  # The actor may be gone together with its server.
+            if slot.joined:  # Otherwise its thread has noticed the death and restarts the server.
+                with contextlib.suppress(Exception):  # The actor may have died as well.
                     self.call_server(slot, "stop")
                 self.leave(slot)
         self.check()
 
     def sleep(self, asleep: bool = True) -> None:
-        """Free the GPU memory after the running requests, or allocate it again (with --sleep-mode only)."""
+        """Release the GPU memory after the running requests, or allocate it again (needs --sleep-mode)."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
             return
         with self.lock:
@@ -373,7 +369,7 @@ class ModelServers:
             self.post_control_all(SLEEP if asleep else "/wake_up")
 
     def shutdown(self) -> None:
-        """Stop the router and the servers, and release the router's port. Calling it twice is harmless."""
+        """Stop the router and the servers, and release the router's port. A second call does nothing."""
         self.stopping.set()
         for thread in self.threads:
             thread.join(20)
@@ -384,10 +380,10 @@ class ModelServers:
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Reserve a port for a child process: bind the port, but do not listen on it.
+    """Reserve a port for a child process by binding it without listening.
 
-    SO_REUSEADDR lets the child process bind the same port. Other programs are unlikely to get the port before
-    the child binds it (vLLM takes 20 s), or between two starts of the child.
+    SO_REUSEADDR lets the child bind the same port. Other programs are unlikely to get the port before the
+    child binds it (vLLM takes 20 s) or restarts.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -396,10 +392,9 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
 
 
 class Process:
-    """A child process that leads its own process group and writes a log.
+    """A child process with a log, which leads a process group that ends with `stop` or with this program.
 
-    All processes of the group end when `stop` is called or when this program ends. The child listens at `url`
-    and may use the CPU cores in `cores` (empty: all).
+    The child listens at `url` and may use the CPU cores in `cores` (empty: all).
     """
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = "", cores=()):
@@ -407,7 +402,7 @@ class Process:
         self.command = command
         self.url = url
         self.cores = ",".join(cores)
-        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # guard() and vLLM's middleware are in FOLDER.
+        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # FOLDER has guard() and vLLM's middleware.
         self.env = env | {"PYTHONPATH": os.pathsep.join(paths)}
         self.log_start = 0
         self.child = None
@@ -415,8 +410,8 @@ class Process:
     def start(self) -> str:
         """Start or restart the child, and return its URL."""
         self.stop()  # vLLM's engine can outlive its API server.
-        self.log.parent.mkdir(parents=True, exist_ok=True)  # The folder may have been deleted meanwhile.
-        # Sockets need a folder with a short name. guard() makes this folder, and kill_group() removes it.
+        self.log.parent.mkdir(parents=True, exist_ok=True)  # It may have been deleted meanwhile.
+        # Sockets need a folder with a short path. guard() makes this folder, and kill_group() removes it.
         self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
         guard = [sys.executable, "-c", "import genrm_server; genrm_server.guard()"]
         guard += [str(os.getpid()), self.folder, self.cores]
@@ -437,15 +432,15 @@ class Process:
         return child is not None and child.poll() is None
 
     def stop(self) -> None:
-        """Kill the whole process group, because vLLM's engine is a separate process. No state is lost."""
+        """Kill the process group, which includes vLLM's engine process. No state is lost."""
         child = self.child
-        self.child = None  # This comes first, because another thread may call stop at the same time.
+        self.child = None  # This comes first because another thread may call `stop` at the same time.
         if child:
             kill_group(child.pid, self.folder)
             child.wait()
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
-        """Return the last lines with `text` that the child has written since its latest start."""
+        """Return the last log lines that contain `text` and were written since the child's latest start."""
         written = self.log.read_bytes()[self.log_start:]
         lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])
@@ -454,8 +449,8 @@ class Process:
 def guard() -> None:
     """Start a watcher for the process group, then replace this process by the command in sys.argv.
 
-    The watcher kills the group when the program that started it ends. The process that forks the watcher
-    exits immediately, because Ray would kill a direct child of an actor.
+    The watcher kills the group when the program that started this process ends. The process that forks the
+    watcher exits immediately because Ray would kill a direct child of an actor.
     """
     parent, folder, cores, *command = sys.argv[1:]
     parent_fd = os.pidfd_open(os.getppid())
@@ -474,17 +469,14 @@ def guard() -> None:
 
 
 def kill_group(group: int, folder: str) -> None:
-    """Kill a process group after removing its folder and the shared memory that its processes have mapped.
-
-    Files in /dev/shm are identified by inode, because a semaphore's file is renamed after it is mapped.
-    """
+    """Kill a process group after deleting its folder and the shared memory that its processes have mapped."""
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # The process has just ended, or belongs to another user.
+        with contextlib.suppress(OSError):  # The process has ended or belongs to another user.
             if os.getpgid(int(maps.parent.name)) == group:
                 inodes.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text()))
     for file in os.scandir("/dev/shm"):
-        if str(file.inode()) in inodes:
+        if str(file.inode()) in inodes:  # A semaphore's file is renamed after it is mapped.
             Path(file.path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
@@ -500,7 +492,7 @@ class RouterProcess(Process):
             self.reserved = reserve_port(config.host, config.port)
         except OSError as error:
             address = f"--host {config.host} --port {config.port}"
-            raise OSError(f"{address}: cannot listen ({error}); pass a different --port") from None
+            raise OSError(f"{address}: cannot open this port ({error}); pass another --port") from None
         port = str(self.reserved.getsockname()[1])
         self.address = router.address_of(config.host, port)
         router.warn_if_open(config.host, config.api_key, say)
@@ -514,8 +506,8 @@ class VllmServer(Process):
     """One vLLM server on this machine, used directly or as a Ray actor.
 
     `config` comes from resolve_config. On CPU, the server gets share number `part` of `parts` equal shares of
-    the CPU cores. Otherwise the server gets the GPUs in `gpus` (empty: all visible GPUs). `driver_node` is
-    the Ray node of the router: a server on another node listens on the address of its node.
+    the CPU cores. Otherwise it gets the GPUs in `gpus` (empty: all visible GPUs). `driver_node` is the Ray
+    node of the router; a server on another node listens on the address of its own node.
     """
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
@@ -548,11 +540,11 @@ class VllmServer(Process):
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            # An engine inside the API server's process starts 8 s sooner than a separate one.
+            # An engine in the API server's process starts 8 s sooner than in a separate process.
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             cores = cores_of_server(config, part, parts)  # one list per process
             all_cores = [core for one in cores for core in one]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # A single process ignores it.
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # one process ignores it
             env["OMP_NUM_THREADS"] = str(len(cores[0]))
         else:
             command += ["--dtype", config.dtype or "auto"]
@@ -582,12 +574,12 @@ class VllmServer(Process):
 
 
 def gpus_of_server(config: Config, index: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for server `index` of this machine; servers get the GPUs in order."""
+    """Return CUDA_VISIBLE_DEVICES for server `index` on this machine. Servers get the GPUs in order."""
     if config.device == "cpu":
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
-        gpus = visible.split(",")  # Each entry is a number, or a name such as GPU-6f...
+        gpus = visible.split(",")  # Each entry is a number or a name such as GPU-6f...
     else:
         import torch
         gpus = list(map(str, range(torch.cuda.device_count())))
@@ -596,18 +588,18 @@ def gpus_of_server(config: Config, index: int) -> str:
     first = index // servers_per_gpu * size
     if len(gpus) < first + size:
         flag = f"--num-servers {config.num_servers}"
-        raise ValueError(f"{flag}: too few GPUs ({','.join(gpus)}); pass a lower number")
+        raise ValueError(f"{flag}: not enough GPUs (visible: {','.join(gpus)}); pass a lower number")
     return ",".join(gpus[first:first + size])
 
 
 def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
-    """Return the CPU cores for each process of a server. Raise ValueError if the machine lacks a core."""
+    """Return the CPU cores for each process of a server. Raise ValueError if a core does not exist."""
     here = [str(core) for core in sorted(os.sched_getaffinity(0))]
     cores = config.cpus.split(",") if config.cpus else here
     for core in cores:
         if core not in here:
             flag = f"--{config.flag_prefix}cpus {config.cpus}"
-            raise ValueError(f"{flag}: there is no CPU core {core} here; choose from {','.join(here)}")
+            raise ValueError(f"{flag}: CPU core {core} is not available; choose from {','.join(here)}")
     return split_evenly(split_evenly(cores, parts)[part], config.tensor_parallel_size)
 
 
@@ -618,9 +610,9 @@ def split_evenly(cores: list, count: int) -> list[list]:
 
 
 class KeyGuard:
-    """A middleware for vLLM's server that asks for the servers' key on every path except /health.
+    """A middleware for vLLM's server that requires the servers' key on every path except /health.
 
-    vLLM's own check covers only /v1, but not the control endpoints, which can replace the weights.
+    vLLM itself checks keys only on /v1, but not on the control endpoints, which can replace the weights.
     """
 
     def __init__(self, app):
@@ -633,7 +625,7 @@ class KeyGuard:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 from starlette.responses import PlainTextResponse
-                app = PlainTextResponse("missing or wrong key", 401)
+                app = PlainTextResponse("missing or wrong key: send 'Authorization: Bearer KEY'", 401)
         await app(scope, receive, send)
 
 

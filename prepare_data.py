@@ -1,26 +1,26 @@
-"""Convert data sets to parquet files in the row schema of the trainer, which is verl's.
+"""Convert data sets to parquet files in the trainer's row schema, which is the schema of verl.
 
     python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data     # the paper's problems
     python prepare_data.py --tasks critic processbench --out-dir data         # to train and evaluate a judge
     python prepare_data.py --tasks gsm8k --out-dir data --source-dir ~/files  # from local files, no network
-    python prepare_data.py --tasks reasoning_gym:chain_sum --out-dir data     # a task of that package
+    python prepare_data.py --tasks reasoning_gym:chain_sum --out-dir data     # a task of reasoning-gym
 
 Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
 
-    data_source  a string that names the metric val/<data_source>/...
+    data_source  a string, which is part of the names of metrics: val/<data_source>/...
     ability      "Math", "General" or "math_critic"
     prompt       [{"role": "user", "content": str}]
-    reward_model {"style": "rule", "ground_truth": str}; in rows for a judge the ground truth is an integer:
-                 the index of the first wrong paragraph, or -1
-    extra_info   {"split", "index", "question", ...}; rows for a judge also have total_steps, subset ...
+    reward_model {"style": "rule", "ground_truth": str}; in judge rows the ground truth is an integer: the
+                 index of the first wrong paragraph, or -1
+    extra_info   {"split", "index", "question", ...}; judge rows also have total_steps, subset and others
 
-A file in --source-dir (parquet, JSON, JSONL, CSV) belongs to a data set if its name begins with the data
-source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). If the name has
-neither word, the file has the first split of the data set (aime24.jsonl: test). A file of another split, such
-as gsm8k_dev.jsonl, is ignored.
+A file in --source-dir (parquet, JSON, JSONL or CSV) belongs to a data set if its name starts with the data
+source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). Without such a
+word, the file belongs to the first split of the data set (aime24.jsonl: test). Files of other splits, such as
+gsm8k_dev.jsonl, are ignored.
 
 Needs compute_score.py; also toy/ for the toy world, and recipes/gym_tasks.py for reasoning_gym.
-Not covered: data larger than memory, filters (the trainer has them).
+Not covered: data larger than memory, filters (see the trainer).
 """
 
 import csv
@@ -69,32 +69,31 @@ CRITIC = _schema(
     final_answer_correct=pa.bool_(),
 )
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-WITH_MARK = "utf-8-sig"  # Files from spreadsheets may begin with a byte order mark.
+WITH_MARK = "utf-8-sig"  # Files from spreadsheets may start with a byte order mark.
 
 
 def validate_row(row: dict, where: str) -> None:
-    """Raise ValueError for a judge row whose label is neither -1 nor one of its paragraphs."""
+    """Raise ValueError if the label of a judge row is neither -1 nor the index of a paragraph."""
     truth = row["reward_model"]["ground_truth"]
     steps = row["extra_info"].get("total_steps")
     if row["ability"] == "math_critic" and (not steps or truth not in range(-1, steps)):
         raise ValueError(
             f"{where}: reward_model.ground_truth is {truth!r}, but extra_info.total_steps is {steps}; "
-            "expected a ground truth between -1 and total_steps - 1"
+            "the ground truth must be between -1 and total_steps - 1"
         )
 
 
 def read_rows(path: Path, needed=()) -> list[dict]:
     """Read the rows of a parquet, JSONL, JSON or CSV file.
 
-    A JSON file holds a list of objects, or a sequence of objects that may span several lines each. If there
-    are `needed` columns, each row must have these columns and a ground truth.
-    Raises ValueError with the file, the row and the fault.
+    A JSON file contains a list of objects, or a sequence of objects that may span several lines each. If
+    there are `needed` columns, each row must have these columns and a ground truth. Raises ValueError.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
         raise ValueError(f"{path}: the name must end in .parquet, .jsonl, .json or .csv")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: the file does not exist; check the path")
     place = str(path)
     rows = []
     try:
@@ -118,29 +117,34 @@ def read_rows(path: Path, needed=()) -> list[dict]:
                     if line.strip():
                         rows.append(dict(json.loads(line)))
     except (ValueError, TypeError, OSError, csv.Error) as error:  # json and pyarrow raise subclasses.
-        raise ValueError(f"{place}: not a readable {kind} file: {error}") from error
+        raise ValueError(f"{place}: cannot be read as a {kind} file: {error}") from error
     if not rows:
         raise ValueError(f"{path}: the file has no rows")
     for number, row in enumerate(rows):
         for column in needed:
             if column not in row:
-                raise ValueError(f"{path}, row {number}: no column {column!r} among {', '.join(row)}")
+                raise ValueError(f"{path}, row {number}: the column {column!r} is missing; the row has only "
+                                 f"{', '.join(row)}")  # fmt: skip
         about = row.get("reward_model")
         truth = about.get("ground_truth") if isinstance(about, dict) else None
-        if needed and (truth is None or truth != truth):  # Tables may have NaN in empty cells.
-            raise ValueError(f"{path}, row {number}: reward_model is {about!r}; add a ground_truth")
+        if needed and (truth is None or truth != truth):  # Empty cells of a table may be NaN.
+            raise ValueError(f"{path}, row {number}: reward_model is {about!r}; it needs a ground_truth")
     return rows
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
 def _pick(raw, columns: str):
-    """Return the first value of `columns` ("this|that") that is not empty. Raise ValueError if all are."""
+    """Return the first nonempty value among `columns` ("this|that"). Raise ValueError if there is none."""
+    return raw[_column(raw, columns)]
+
+
+def _column(raw, columns):
     for column in columns.split("|"):
         value = raw.get(column)
         if value is not None and value == value and str(value).strip():  # NaN does not equal itself.
-            return value
-    tried = columns.replace("|", ", ")
-    raise ValueError(f"no value in column {tried}; the row's columns are {', '.join(map(str, raw))}")
+            return column
+    tried = columns.replace("|", " or ")
+    raise ValueError(f"missing or empty column: {tried}; the row's columns are {', '.join(map(str, raw))}")
 
 
 def _row(source: "Source", question: str, prompt: str, ground_truth, ability: str = "Math", **extra) -> dict:
@@ -154,37 +158,39 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 
 def _final_answer(raw, columns):
-    """Return the final answer as a string. Raise ValueError if it is not one string or one number."""
+    """Return (column, final answer). Raise ValueError if the answer is not a string or a number."""
     if any(column in raw for column in ANSWER.split("|")):
-        columns = ANSWER  # In this case a column `solution` holds a worked solution.
-    answer = _pick(raw, columns)
+        columns = ANSWER  # A column `solution` is then a worked solution.
+    column = _column(raw, columns)
+    answer = raw[column]
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise ValueError(f"column {columns!r} is {answer!r:.80}; expected one string or one number")
+        raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number")
     answer = str(answer).strip()
     if last_boxed_only_string(answer) not in (None, answer):
-        raise ValueError(f"column {columns!r} holds a worked solution ({answer[:60]!r}), not just an answer")
-    return answer
+        raise ValueError(f"column {column!r} is a worked solution ({answer[:60]!r}); add a column 'answer' "
+                         "with only the final answer")  # fmt: skip
+    return column, answer
 
 
 def build_math(raw: dict, source: "Source", seed: int) -> dict:
-    """Build a row from a raw row with a problem and its final answer, under any of several column names."""
+    """Build a row from a raw row with a problem and its final answer, in any of several columns."""
     question = _pick(raw, QUESTION)
-    answer = _final_answer(raw, source.answer)
+    column, answer = _final_answer(raw, source.answer)
     if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".
         _, mark, answer = answer.rpartition("####")
         if not mark:
-            raise ValueError(f"column 'answer' has no '####': {answer[-80:]!r}")
+            raise ValueError(f"column {column!r} ends in {answer[-80:]!r}; it must end in '#### ANSWER'")
         answer = answer.strip().replace(",", "")
         if not answer:
-            raise ValueError("column 'answer' has nothing after its last '####'")
+            raise ValueError(f"column {column!r} ends in '####'; it must end in '#### ANSWER'")
     if source.data_source.startswith("aime"):  # integers from 0 to 999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
-            raise ValueError(f"column {source.answer!r} is {answer[:80]!r}, not an integer from 0 to 999")
+            raise ValueError(f"column {column!r} is {answer[:80]!r}; it must be an integer between 0 and 999")
         answer = str(int(answer))
     if len(f"\\boxed{{{answer}}}") > TAIL_CHARS:
         raise ValueError(
             f"the answer {answer[:60]!r}... has {len(answer)} characters, but only the last {TAIL_CHARS} "
-            "characters of a solution are searched; put only the final answer into a column 'answer'"
+            "characters of a solution are searched; add a column 'answer' with only the final answer"
         )
     return _row(source, question, PROMPT.format(question=question.strip(), what=""), answer)
 
@@ -194,16 +200,16 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     question = str(_pick(raw, "Question"))
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [str(_pick(raw, column)).strip() for column in columns]
-    order = [0, 1, 2, 3]  # Positions are shuffled, because two choices of a question may have equal texts.
+    order = [0, 1, 2, 3]  # We shuffle positions because two choices may have the same text.
     Random(f"{seed} {question}").shuffle(order)
     shuffled = [choices[position] for position in order]
-    problem = CHOICES.format(question, *shuffled)  # The judge needs the choices as well.
+    problem = CHOICES.format(question, *shuffled)  # The judge also needs the choices.
     prompt = PROMPT.format(question=problem, what=" (only the choice letter)")
     return _row(source, problem, prompt, "ABCD"[order.index(0)], ability="General")
 
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
-    """Convert a row of FAPO-Critic to the schema of judge rows. The prompt of the row stays unchanged."""
+    """Convert a row of FAPO-Critic to the schema of judge rows without changing its prompt."""
     messages = _pick(raw, "prompt")
     truth = _pick(_pick(raw, "reward_model"), "ground_truth")
     _, _, subset = _pick(raw, "data_source").partition("/")
@@ -224,14 +230,11 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
 
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
-    """Build a row from a solution in steps and the index of its first wrong step.
-
-    `build_rows` has added raw["answer"].
-    """
+    """Build a judge row from a solution in steps. `add_answers` must have added raw["answer"]."""
     problem = str(_pick(raw, "problem"))
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
-        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; expected a list of strings (CSV has none)")
+        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; it must be a list of strings (not in CSV)")
     paragraphs = [step.strip() for step in steps]
     style = "tagged" if raw["answer"] else "no_truth"
     return _row(
@@ -248,13 +251,13 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
 
 
 # --- 4. Where the data sets are -----------------------------------------------------------------------------
-class Source(NamedTuple):  # A source describes one output file and where its rows come from.
+class Source(NamedTuple):  # An output file and the source of its rows.
     task: str
     data_source: str
     split: str
     repo: str  # on the Hugging Face hub
     files: str  # glob pattern of the files on the hub
-    answer: str = ANSWER  # answer columns to try in this order: those of the hub and of common copies
+    answer: str = ANSWER  # answer columns of the Hub and of common copies, to try in this order
     build: object = build_math  # raw row -> row
 
 
@@ -274,11 +277,11 @@ SOURCES = [
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 
 
-HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # Splits that no data set has here.
+HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of splits that are not in SOURCES
 
 
 def serves(path: Path, source: Source) -> bool:
-    """Return whether a local file has this data set and split. The module's docstring states the rule."""
+    """Return whether a local file has this data set and split. See the rule in the module's docstring."""
     words = re.split("[^a-z0-9]+", path.stem.lower())
     name = re.split("[-_]", source.data_source)
     if path.suffix.lower() not in SUFFIXES or words[: len(name)] != name or not HELD_OUT.isdisjoint(words):
@@ -294,42 +297,45 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
     """Return the files in `source_dir` with this data set and split. Raise OSError if there are none."""
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
-        raise OSError(f"no file in {source_dir} has a name like {source.data_source}* (split {source.split})")
+        name = source.data_source
+        raise OSError(f"--source-dir {source_dir}: there is no file for {name} (split {source.split}); add a "
+                      f"file whose name starts with {name}")  # fmt: skip
     return files
 
 
 def hub_files(source: Source) -> list[Path]:
-    """Download a data set from the Hugging Face hub, or read it from the cache. Raise OSError on failure."""
+    """Download a data set from the Hugging Face Hub or find it in the cache. Raise OSError on failure."""
     from huggingface_hub import snapshot_download
     print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...")
     try:
         folder = snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files])
     except OSError as error:
         why = " ".join(str(error).split())[:200]
-        remedy = "accept the terms of a gated data set and set HF_TOKEN, or pass --source-dir"
-        raise OSError(f"{source.repo}: cannot be fetched from the hub ({why}); {remedy}") from error
+        remedy = "if it is gated, accept its terms and set HF_TOKEN, or pass --source-dir"
+        raise OSError(f"--tasks {source.task}: cannot download {source.repo} ({why}); {remedy}") from error
     files = sorted(Path(folder).rglob(source.files))
     if not files:
-        raise OSError(f"{source.repo}: no file matches {source.files}; download it and pass --source-dir")
+        raise OSError(f"--tasks {source.task}: {source.repo} has no file that matches {source.files}; "
+                      "download the data and pass --source-dir")  # fmt: skip
     return files
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # Data sets to convert. all: every public data set (with --source-dir: those that have a file there), but
-    # not toy. reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym,
-    # with its settings.
+    # Data sets to convert. all: all public data sets (with --source-dir: all with a file there), but not toy.
+    # reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym, with
+    # optional settings.
     tasks: list[Task | str]
     out_dir: Path = Path("data")  # Directory of the parquet files; ~ is expanded.
-    source_dir: Path | None = None  # Directory with local files to convert; default: download from the hub.
-    seed: int = 0  # Random seed of the order of GPQA's choices and of the problems of toy and reasoning_gym.
+    source_dir: Path | None = None  # Directory of local files to convert. Default: download from the Hub.
+    seed: int = 0  # Random seed for the order of GPQA's choices and the problems of toy and reasoning_gym.
 
 
 def add_answers(raw_rows: list[dict]) -> None:
-    """Add a column `answer` to rows of ProcessBench: the last box of a correct solution to the problem.
+    """Add a column `answer` to rows of ProcessBench: the last box of a correct solution, or "" without one.
 
-    ProcessBench contains the answer in no other place. Without a correct solution, `answer` is "".
+    ProcessBench does not contain the answer anywhere else.
     """
     answers = {}
     for raw in raw_rows:
@@ -342,7 +348,7 @@ def add_answers(raw_rows: list[dict]) -> None:
 
 
 def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
-    """Build and validate the rows of one data set. Raises ValueError with file, row and column."""
+    """Build and validate the rows of one data set. Raises ValueError."""
     rows = []
     for path in files:
         raw_rows = read_rows(path)
@@ -364,23 +370,20 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
     """Write OUT_DIR/<data_source>_<split>.parquet and return {name: number of rows}."""
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
-        raise ValueError(f"--out-dir: {out} is also a source file; pass a different directory")
+        raise ValueError(f"--out-dir {config.out_dir}: {out} is also an input file; pass another directory")
     rows = build_rows(source, files, config.seed)
     schema = CRITIC if source.task in ("critic", "processbench") else REASONING
     return write_table(out, rows, schema, ", ".join(path.name for path in files))
 
 
 def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
-    """Write all rows to `out`, or no file at all, and return {file name: number of rows}.
-
-    `names` says where the rows come from.
-    """
+    """Write rows to `out`, either completely or not at all, and return {file name: number of rows}."""
     table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)
     partial.replace(out)
     first = json.dumps(rows[0], ensure_ascii=False)[:1500]
-    print(f"{out}: {len(rows)} rows from {names}, the first:\n  {first}")
+    print(f"{out}: {len(rows)} rows from {names}; the first row:\n  {first}")
     return {out.name: len(rows)}
 
 
@@ -394,13 +397,13 @@ def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
         settings |= dict(json.loads(text or "{}"))
         splits = gym_tasks.make_rows(task, settings)
     except ImportError as error:
-        raise OSError(f"--tasks: {spec}: {error}; run pip install -r requirements-extra.txt") from error
+        raise OSError(f"--tasks {spec}: {error}; run pip install -r requirements-extra.txt") from error
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--tasks: {spec}: {error}") from error
+        raise ValueError(f"--tasks {spec}: {error}") from error
     counts = {}
     for split, rows in splits.items():
         if not rows:
-            raise ValueError(f"--tasks: {spec}: no {split} rows; pass a larger size or a wider range")
+            raise ValueError(f"--tasks {spec}: the task has no {split} rows; pass a larger size or range")
     for split, rows in splits.items():
         out = config.out_dir / f"reasoning_gym_{task}_{split}.parquet"
         counts |= write_table(out, rows, REASONING_GYM, f"reasoning-gym's {task} {settings}")
@@ -411,15 +414,15 @@ def prepare(config: Config) -> dict[str, int]:
     """Convert the data sets and return {file name: number of rows}. Raises ValueError or OSError."""
     source_dir = config.source_dir and config.source_dir.expanduser()
     if source_dir and not source_dir.is_dir():
-        raise OSError(f"--source-dir: {source_dir} is not a directory")
+        raise OSError(f"--source-dir {source_dir}: must be an existing directory")
     generated = [task for task in config.tasks if task.startswith("reasoning_gym:")]
     names = [task.split(":")[1] for task in generated]
     for task in config.tasks:
         if task not in generated and task not in get_args(Task):
             choices = ", ".join(get_args(Task))
-            raise ValueError(f"--tasks: unknown task {task!r}; choose from {choices}, reasoning_gym:NAME")
+            raise ValueError(f"--tasks {task}: unknown task; choose from {choices}, reasoning_gym:NAME")
     if len(set(names)) < len(names):
-        raise ValueError("--tasks: a reasoning_gym task was passed twice; use a separate --out-dir for each")
+        raise ValueError("--tasks: a reasoning_gym task occurs twice; pass it once, or use two --out-dirs")
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}
@@ -435,7 +438,7 @@ def prepare(config: Config) -> dict[str, int]:
                 files = local_files(source, source_dir)
             else:
                 files = hub_files(source)
-        except OSError as error:  # A gated data set must not stop the others.
+        except OSError as error:  # A gated data set must not affect the others.
             failed[source.task] = str(error)
             print(f"{source.data_source} {source.split}: skipped: {error}")
             continue
@@ -447,11 +450,11 @@ def prepare(config: Config) -> dict[str, int]:
         warm_start.copy_shipped(config.out_dir)
     errors = []
     for task, why in failed.items():
-        # With --source-dir one split of a data set suffices, and `all` takes whatever is there.
+        # With --source-dir, one split of a data set suffices, and `all` may have no files for a data set.
         if not source_dir or not (task in built or "all" in config.tasks):
             errors.append(why)
     if errors:
-        raise OSError(f"--tasks: {'; '.join(errors)}")
+        raise OSError("; ".join(errors))
     return counts
 
 

@@ -1,25 +1,25 @@
-"""Reward Loop: scores each sample as soon as its rollout finishes, on the workers of a Ray cluster.
+"""Reward Loop: scores each sample on the workers of a Ray cluster as soon as its rollout finishes.
 
 You write one function (`FILE:NAME`, sync or async; see docs/reward_functions.md), and the loop calls it:
 
     options = RewardOptions(reward_fn="compute_score.py:compute_score_fapo", genrm=("PATH",))
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
-        future = manager.submit(sample)           # does not block; call it from any thread
+        future = manager.submit(sample)           # does not block; thread-safe
         result = await manager.score_one(sample)  # the same for coroutines
         results = manager.score_batch(samples)    # blocks; sleeping reward models wake up for the batch
-        futures = manager.submit_group(samples)   # all samples of one prompt, for a group-wise function
+        futures = manager.submit_group(samples)   # all samples of a prompt, for functions that score groups
 
 A result is {"reward_score": float | None, "reward_extra_info": dict, "status": "ok" | "no_verdict" |
 "timeout" | "error", "seconds": float}. A failure is a status, never a number: if the function raises, hangs,
-returns NaN or kills its process, its sample gets `reward_score: None`, and no other sample is affected.
+returns NaN or kills its process, its sample gets `reward_score: None`, and other samples are unaffected.
 
-RewardLoopManager runs in the driver. A thread with an event loop sends each call to the least busy worker
-(reward_worker.py, a Ray actor) and enforces every limit for the whole cluster. Each worker has one `collect`
-call in progress, which returns the new results. Ray restarts a worker that dies; the manager kills a worker
-that is silent. A lost call is repeated, after two losses in a separate process, and fails after six losses.
-Not covered: several drivers under one limit; cancelling a sample that a worker already has; grading in a
-container (a grading process has your permissions). The function's folder needs the same path on all nodes.
+RewardLoopManager runs in the driver. Its thread with an event loop sends each call to the least busy worker
+(reward_worker.py, a Ray actor) and enforces all limits for the whole cluster. Each worker has one `collect`
+call in progress, which returns new results. Ray restarts workers that die, and the manager kills workers that
+do not respond. A lost call is repeated (after two losses in a separate process); it fails after six losses.
+The function's folder must have the same path on all nodes. Not covered: one limit for several drivers,
+cancelling a sample that a worker already has, grading in a container (grading has your permissions).
 Needs reward_worker.py; also genrm_server.py and cluster/ to start reward models, and compute_score.py for the
 default reward function.
 """
@@ -53,59 +53,59 @@ from reward_worker import (HERE, ISOLATE_AFTER, START_S, Job, error_line, failur
                            fingerprints, flag, load_function, modules_of_the_user)  # fmt: skip
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
-IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many requests without slowing any of them down.
-BLOCKED_S = 5.0  # A worker that is silent for this long causes a warning.
-WEDGED_S = 20.0  # A worker that is silent for the timeout plus this long is killed.
-GIVE_UP_AFTER = 5  # A call that was lost more than this many times gets the status "error".
-BLOCKED = ("a reward worker is silent: an async reward function blocks its event loop; use `await` for long "
+IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many concurrent requests without a slowdown.
+BLOCKED_S = 5.0  # After this time without a response from a worker, the manager logs a warning.
+WEDGED_S = 20.0  # After the timeout plus this time without a response, the manager kills the worker.
+GIVE_UP_AFTER = 5  # A call that is lost more than this many times gets the status "error".
+BLOCKED = ("a reward worker does not respond: its async reward function blocks the event loop; await long "
            "operations, or define the function with `def`")  # fmt: skip
-FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # passed to functions that name them
+FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # only for functions that name them
 
-# Without this setting, a call after the shutdown of Ray would start another cluster.
+# Without this setting, a call after Ray's shutdown would start another cluster.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 log = logging.getLogger("reward_loop")
 
 
 @dataclasses.dataclass(kw_only=True)
 class RewardOptions:
-    """Options for scoring samples. The configuration of every program that scores samples inherits them."""
+    """Options for scoring samples, inherited by the configuration of every program that scores samples."""
 
-    # Reward function FILE:NAME. Default: the outcome rule, or the score of a discriminative model.
+    # Reward function, as FILE:NAME. Default: the outcome rule, or the score of a discriminative reward model.
     reward_fn: str | None = None
-    # JSON object of arguments for every call of --reward-fn, such as '{"penalty": 0.5}'.
+    # Arguments for every call of --reward-fn, as a JSON object such as '{"penalty": 0.5}'.
     reward_kwargs: str = "{}"
     # Address host:port of a running reward model. For several models, pass NAME=host:port for each.
     router_address: tuple[str, ...] = ()
-    # Reward model to start: a folder or a Hub name. For several models, pass NAME=PATH for each, main first.
+    # Reward model to start: a folder or a Hub name. Several models: NAME=PATH for each, main model first.
     genrm: tuple[str, ...] = ()
     genrm_servers: int = 1  # Number of vLLM servers per --genrm model.
     genrm_tensor_parallel: int = 1  # Number of GPUs per vLLM server of --genrm.
     genrm_gpu_share: float = 1.0  # Fraction of a GPU, and of its memory, for each vLLM server of --genrm.
     # CPU cores for the vLLM servers of --genrm, such as 0,1; default: all cores, divided evenly.
     genrm_cpus: str = ""
-    # Arguments for the vLLM servers of --genrm: --genrm-vllm-args="--max-num-seqs 64".
+    # Arguments for the vLLM servers of --genrm, such as --genrm-vllm-args="--max-num-seqs 64".
     genrm_vllm_args: str = ""
-    # Task of the reward models: one task for all models, or one task per model.
+    # Task of the reward models: one task for all models, or one for each model.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
     # Tokenizer folder for reward functions that need one; default: the tokenizer of --genrm.
     reward_model_tokenizer: str | None = None
-    # Number of Ray workers that score samples; 0: one per node, and at least two.
+    # Number of Ray workers that score samples; 0: one per node, but at least two.
     num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0
-    # Grading processes per worker if --reward-fn is not async. 0: one per CPU core, or four with a judge.
+    # Number of grading processes per worker if --reward-fn is not async. 0: one per CPU core in the
+    # cluster, or four per core with a reward model, divided among the workers.
     sync_processes: int = 0
     # Time limit of a call of --reward-fn, in seconds. A slower sample gets the status "timeout".
     timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0
-    # Maximum number of concurrent calls. Default: 128 per server of the main reward model, 2048 without one.
+    # Maximum number of concurrent calls. Default: 2048, or 128 per server of the main reward model.
     max_in_flight: int | None = None
-    # Maximum number of calls of --reward-fn per minute in the cluster, evenly spaced. Default: no limit.
+    # Maximum number of calls of --reward-fn per minute, evenly spaced. Default: no limit.
     max_rpm: float | None = None
-    # Number of retries of a call of --reward-fn that failed with a broken connection or HTTP 408, 429 or 5xx.
+    # Number of retries of a --reward-fn call that failed with a broken connection or HTTP 408, 429 or 5xx.
     http_retries: int = 6
-    # Stop if more than this fraction of the samples that need a verdict have none.
+    # Stop if more than this fraction of the samples that need a verdict did not get one.
     max_no_verdict_rate: float = 0.2
 
-    # Numeric options must be at least 0; the exceptions are listed here. These two are class attributes, not
-    # options, since dataclasses ignore attributes without a type.
+    # Other numeric options must be at least 0. These attributes have no type, so they are not options.
     must_be_positive = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout",
                         "max_in_flight", "max_rpm")  # fmt: skip
     may_be_negative = ()
@@ -113,16 +113,14 @@ class RewardOptions:
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
         """Check the options and return the Job that the workers need.
 
-        Args:
-            started: {name: address} of reward models that are already running.
-        Raises:
-            ValueError: An option is wrong. The message names the flag, its value and a remedy.
+        `started` is {name: address} of reward models that are already running. Raises ValueError if an option
+        is invalid.
         """
         models = named("genrm", self.genrm)
         addresses = named("router_address", self.router_address)
         for name, value in vars(self).items():
             if name.startswith("genrm_") and not models and value not in (1, ""):
-                raise ValueError(f"{flag(name)} {value} has no effect without --genrm: pass --genrm PATH")
+                raise ValueError(f"{flag(name)} {value}: has no effect without --genrm; pass --genrm PATH")
             if not isinstance(value, (int, float)) or name in self.may_be_negative:
                 continue
             if name in self.must_be_positive and not value > 0:
@@ -136,7 +134,7 @@ class RewardOptions:
                 raise ValueError(f"--router-address {address}: must be host:port or NAME=host:port")
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             tasks = " ".join(self.reward_model_task)
-            raise ValueError(f"--reward-model-task {tasks}: pass one task, or one for each reward model")
+            raise ValueError(f"--reward-model-task {tasks}: pass one task, or one per reward model")
         for config in self.server_configs().values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
@@ -170,32 +168,30 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
         if name in found:
-            raise ValueError(f"{flag(field)}: two models are named {name!r}; rename one, as in NAME={text}")
+            raise ValueError(f"{flag(field)} {value}: another model has this name; rename one")
         found[name] = text
     return found
 
 
 def split_arguments(field: str, text: str) -> tuple[str, ...]:
-    """Split a string as a shell does. Raise a ValueError that names the option if a quote is not closed."""
+    """Split a string as a shell does. Raise ValueError if a quote is not closed."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ValueError(f"{flag(field)} {text!r}: cannot be split into arguments ({error})") from None
+        raise ValueError(f"{flag(field)} {text!r}: cannot be split into arguments ({error}); check the "
+                         "quotes") from None  # fmt: skip
 
 
 def json_object(field: str, text: str) -> dict:
-    """Parse a JSON object. Raise a ValueError that names the option if the text is anything else."""
+    """Parse a JSON object. Raise ValueError if the text is anything else."""
     try:
-        return dict(**json.loads(text))  # Without ** a list of pairs would be accepted.
+        return dict(**json.loads(text))  # Without **, a list of pairs would be accepted.
     except (TypeError, ValueError):
         raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
-    """Load the reward function and decide which arguments it gets with these reward models.
-
-    Raises ValueError if the function cannot be loaded or does not accept the arguments.
-    """
+    """Load the reward function and select its arguments. Raise ValueError if it does not accept them."""
     tokenizer = options.reward_model_tokenizer
     if options.genrm and not tokenizer:
         tokenizer = next(iter(named("genrm", options.genrm).values()))
@@ -205,10 +201,11 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         if options.reward_model_task[0] == "classify":
             spec += "_discriminative"
             if not tokenizer:
-                raise ValueError("a discriminative reward model needs a tokenizer; pass "
+                raise ValueError("--reward-model-task classify: the reward model needs a tokenizer; pass "
                                  "--reward-model-tokenizer PATH")  # fmt: skip
         elif addresses:
-            raise ValueError("a generative reward model needs a function that queries it; pass --reward-fn")
+            raise ValueError("--reward-fn: the default does not query a generative reward model; pass a "
+                             "function that does, such as compute_score.py:compute_score_fapo")
     path, name = file_and_name("reward_fn", spec)
     files = fingerprints(str(path))
     with modules_of_the_user(path.parent):
@@ -237,8 +234,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         signature.bind(**dict.fromkeys(names), **models | settings)
     except TypeError as error:
         raise ValueError(f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
-                         "--reward-kwargs or a reward model, or write an adapter as described in "
-                         "docs/reward_functions.md") from None  # fmt: skip
+                         "--reward-kwargs or a reward model, or write an adapter (see "
+                         "docs/reward_functions.md)") from None  # fmt: skip
     return Job(
         function=f"{path}:{name}",
         kwargs=models | settings,
@@ -253,16 +250,16 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 
 @dataclasses.dataclass(eq=False)
 class ScoringCall:
-    """One call of the function for one sample or a group, kept until its result arrives."""
+    """One call of the function, for one sample or a group. It is kept until its result arrives."""
     payload: bytes
     lengths: dict[Future, int | None]  # future result of each sample -> number of response tokens
-    losses: int = 0  # how often no result came because a process died or Ray lost the call
+    losses: int = 0  # how often the call was lost because a process died or Ray lost the call
     http_tries: int = 0  # how often the call failed with an HTTP error or a broken connection
 
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """One worker. If the worker dies, Ray restarts it, on another node if necessary."""
+    """A worker, which Ray restarts if it dies, on another node if necessary."""
     actor: object
     incarnation: str  # changes with each restart
     ready: bool = True
@@ -273,13 +270,11 @@ class RewardLoopManager:
     """Scores samples on `options.num_workers` Ray workers. Safe to use from any thread and any event loop.
 
     Args:
-        options: with num_workers 0, each node gets one worker, and a single node gets two.
-        reward_models: a cluster.placement.RewardModelManager that has started the models of options.genrm.
+        options: the options for scoring.
+        reward_models: the cluster.placement.RewardModelManager that has started the models of options.genrm.
         overlong: a function that maps the length of a response to its penalty (<= 0). Samples then need
             `response_length`, in tokens.
-    Raises:
-        ValueError: An option is wrong. Nothing has been started in this case.
-        RuntimeError: A worker does not start.
+    Raises ValueError if an option is invalid, and RuntimeError if a worker does not start.
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
@@ -290,8 +285,7 @@ class RewardLoopManager:
         self.options = options
         self.reward_models = reward_models
         self.overlong = overlong
-        # Workers need the router's key, but if another shell started Ray, they do not inherit this variable.
-        # `strip` removes the newline at the end of a key file.
+        # Workers do not inherit this variable if another shell started Ray. A key file may end in a newline.
         self._key = os.environ.get("ROUTER_API_KEY", "").strip()
         self.max_in_flight = options.max_in_flight or 2048
         if addresses and not options.max_in_flight:
@@ -299,10 +293,10 @@ class RewardLoopManager:
             self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address, self._key)
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
-        self._unfinished = set()  # calls without a result
-        self._closed = None  # the reason why the manager has closed; None while it runs
+        self._unfinished = set()  # calls that have no result yet
+        self._closed = None  # why the manager has closed; None while it runs
         self._ending = False
-        self._loop = asyncio.new_event_loop()  # The attributes below are used in the loop's thread only.
+        self._loop = asyncio.new_event_loop()  # Only the loop's thread uses the attributes below.
         self._wake = asyncio.Event()  # set when there may be calls to dispatch
         self._numbers = itertools.count()
         self._warnings = set()
@@ -319,8 +313,8 @@ class RewardLoopManager:
         for address in addresses.values():
             if len(set(nodes)) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
                 raise ValueError(f"--router-address {address}: workers on other nodes cannot reach it; start "
-                                 "the router with --host 0.0.0.0 and a key, and pass its network "
-                                 "address, such as 10.0.0.2:30000")  # fmt: skip
+                                 "the router with --host 0.0.0.0 and a key, and pass its network address, "
+                                 "such as 10.0.0.2:30000")  # fmt: skip
         num_workers = self.options.num_workers or max(2, len(nodes))
         processes = self.options.sync_processes
         if not processes:
@@ -328,7 +322,7 @@ class RewardLoopManager:
             if addresses:
                 processes *= 4  # Most grading processes wait for the judge.
         job = dataclasses.replace(self.job, sync_processes=processes)
-        ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may be unable to import the module.
+        ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may not be able to import it.
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
         actors = [actor.remote(job, self._key) for _ in range(num_workers)]
@@ -339,12 +333,9 @@ class RewardLoopManager:
             raise start_error(error) from None
         return list(map(Worker, actors, incarnations))
 
-    # ---- Called from the callers' threads
+    # ---- Called in the threads of callers
     def submit(self, sample: dict) -> Future:
-        """Accept a sample (a row of the schema plus `response`) and return a future for its result.
-
-        `response_length` and `step` are optional keys of the sample.
-        """
+        """Accept a sample (a row plus `response`) and return the future of its result."""
         return self.submit_group([sample])[0]
 
     def submit_group(self, samples: list[dict]) -> list[Future]:
@@ -378,24 +369,23 @@ class RewardLoopManager:
             for sample in samples:
                 lengths[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
-            raise ValueError(f"the sample has no {error}; add it to the row (see docs/data.md)") from None
+            raise ValueError(f"the row has no column {error}; add the column (see docs/data.md)") from None
         call = ScoringCall(pickle.dumps(arguments, protocol=5), lengths)
         self._unfinished.add(call)
-        if self._closed:  # Checking earlier could miss a manager that is just closing.
+        if self._closed:  # An earlier check could miss a manager that is closing.
             raise RuntimeError(self._closed)
         self._enqueue(call)
         return list(lengths)
 
     async def score_one(self, sample: dict) -> dict:
-        """Score one sample in a coroutine of any event loop."""
+        """Score one sample. Any event loop can run this coroutine."""
         return await asyncio.wrap_future(self.submit(sample))
 
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
         """Score samples and return the results in the same order.
 
-        Sleeping reward models are awake during this call only. A function with `solution_strs` gets the
-        groups of `by_group`. on_result(index, result) is called for each result as soon as it arrives; an
-        error in on_result ends the batch.
+        Sleeping reward models wake up for this call only. A function with `solution_strs` gets the groups of
+        `by_group`. on_result(index, result) is called as soon as a result arrives; its errors end the batch.
         """
         from tqdm import tqdm
         groups = [[index] for index in range(len(samples))]
@@ -415,7 +405,7 @@ class RewardLoopManager:
                     on_result(indices[future], result)
         finally:
             for future in indices:
-                future.cancel()  # If the batch ended early, waiting calls are never sent.
+                future.cancel()  # If the batch ended early, the remaining calls must not be sent.
             if self.reward_models:
                 self.reward_models.sleep()
         return [future.result() for future in sorted(indices, key=indices.get)]
@@ -433,7 +423,7 @@ class RewardLoopManager:
 
     # ---- Called in the loop's thread
     async def _run(self):
-        """Run until `shutdown` or an error, then fail every unfinished call. Otherwise callers would hang."""
+        """Run until `shutdown` or an error, then fail unfinished calls so that their callers do not hang."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for work in (self._dispatch(), *map(self._collect_from, self._workers)):
@@ -443,7 +433,9 @@ class RewardLoopManager:
                 raise RuntimeError("the reward loop was shut down; start a new one")
         except ExceptionGroup as errors:
             reason = errors.exceptions[0]
-        self._closed = str(reason) if type(reason) is RuntimeError else f"reward loop: {error_line(reason)}"
+        self._closed = f"the reward loop failed: {error_line(reason)}"
+        if type(reason) is RuntimeError:
+            self._closed = str(reason)
         if not self._ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use; start a new reward loop"
         for call in list(self._unfinished):
@@ -456,11 +448,11 @@ class RewardLoopManager:
                     self._ray.kill(worker.actor)
 
     async def _dispatch(self):
-        """Send waiting calls to the least busy workers, as far as the limits allow."""
+        """Send queued calls to the least busy workers as the limits allow."""
         seconds_per_call = 60 / (self.options.max_rpm or math.inf)
         next_call = 0.0
         while await self._wake.wait():
-            self._wake.clear()  # This must come first: a call that is added from now on sets the event again.
+            self._wake.clear()  # This comes first because calls that are added later set the event again.
             if not self._ray.is_initialized():
                 break
             ready = [worker for worker in self._workers if worker.ready]
@@ -472,7 +464,7 @@ class RewardLoopManager:
                     self._loop.call_later(next_call - now, self._wake.set)
                     break
                 call = self._queue.popleft()
-                if all(future.done() for future in call.lengths):  # The caller has cancelled the call.
+                if all(future.done() for future in call.lengths):  # The caller cancelled the call.
                     self._unfinished.discard(call)
                     continue
                 next_call = now + seconds_per_call
@@ -487,28 +479,28 @@ class RewardLoopManager:
     async def _send(self, worker, batch: dict[int, tuple[bool, bytes]]):
         try:
             await worker.actor.submit.remote(batch)
-        except self._ray.exceptions.RayActorError:  # The worker has died, or Ray has lost the call.
+        except self._ray.exceptions.RayActorError:  # The worker died, or Ray lost the call.
             worker.ready = False  # _collect_from sets this to True when the worker answers again.
             self._requeue(worker, list(batch))
 
     async def _collect_from(self, worker):
-        """Receive one worker's results as long as the manager runs. Notice if the worker dies or hangs."""
+        """Receive the results of one worker, and detect whether the worker dies or hangs."""
         arrived = []
-        while self._ray.is_initialized():  # Without this check the call would start a new Ray.
+        while self._ray.is_initialized():  # Otherwise `collect` would start a new Ray cluster.
             if worker.ready:
                 warn_after_s, timeout_s = BLOCKED_S, self.job.timeout + WEDGED_S
             else:
                 warn_after_s = timeout_s = START_S + WEDGED_S
             warning = self._loop.call_later(warn_after_s, self._warn_once, BLOCKED)
             try:
-                async with asyncio.timeout(timeout_s):  # In Python 3.11, wait_for may swallow a cancellation.
+                async with asyncio.timeout(timeout_s):  # In Python 3.11, wait_for may ignore a cancellation.
                     incarnation, results = await worker.actor.collect.remote(arrived)
             except TimeoutError:
                 self._ray.kill(worker.actor, no_restart=False)
                 worker.ready = False
                 self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
                 continue
-            except self._ray.exceptions.ActorUnavailableError:  # It is restarting, or the call was lost.
+            except self._ray.exceptions.ActorUnavailableError:  # It is restarting, or Ray lost the call.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
@@ -520,7 +512,7 @@ class RewardLoopManager:
             for number, (result, seconds) in results.items():
                 if result is None:
                     self._requeue(worker, [number])
-                elif number in worker.pending:  # Otherwise the call was considered lost and sent again.
+                elif number in worker.pending:  # Otherwise the call was considered lost and was repeated.
                     self._finish(worker.pending.pop(number), result, seconds)
             if worker.incarnation != incarnation:  # The worker has restarted and lost its calls.
                 self._requeue(worker, list(worker.pending))
@@ -529,7 +521,7 @@ class RewardLoopManager:
             self._wake.set()
 
     def _requeue(self, worker, numbers: list[int], losses: int = 1):
-        """Queue lost calls again. A call that was lost too often gets the status "error" instead."""
+        """Queue lost calls again. A call that was lost too often gets the status "error"."""
         for number in reversed(numbers):
             call = worker.pending.pop(number, None)
             if not call:
@@ -547,7 +539,7 @@ class RewardLoopManager:
         try:
             outcomes, try_again = json.loads(result, parse_constant=lambda _: None)  # NaN becomes None.
         except (ValueError, RecursionError) as error:  # e.g. an integer of 5,000 digits
-            result = failure("error", f"the result cannot be read: {error_line(error)}")
+            result = failure("error", f"the result cannot be parsed: {error_line(error)}")
             outcomes, try_again = json.loads(result)
         if try_again and call.http_tries < self.options.http_retries:
             pause = min(2**call.http_tries, 60) * random.uniform(0.75, 1.25)
@@ -555,7 +547,7 @@ class RewardLoopManager:
             call.http_tries += 1
             return
         self._unfinished.discard(call)
-        if len(outcomes) < len(call.lengths):  # A failure of the call is the result of each sample.
+        if len(outcomes) < len(call.lengths):  # A failed call has one outcome for all samples.
             outcomes = outcomes * len(call.lengths)
         for (future, length), (score, extra, status) in zip(call.lengths.items(), outcomes):
             if status in ("error", "timeout"):
@@ -577,20 +569,20 @@ class RewardLoopManager:
                 future.set_result(values)
 
     def _warn_once(self, text: str):
-        """Log a warning, unless the same text or ten other texts have been logged."""
+        """Log a warning unless this text or ten others have been logged."""
         if text not in self._warnings and len(self._warnings) < 10:
             self._warnings.add(text)
             log.warning(text)
 
 
 def count_servers(address: str, key: str) -> int:
-    """Return the number of servers of the router at this address, or 1 if no router answers."""
+    """Return the number of servers behind the router at this address, or 1 if there is no router."""
     connection = http.client.HTTPConnection(address, timeout=10)
     try:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
         return max(1, len(json.load(connection.getresponse())["workers"]))
     except OSError as error:
-        log.warning("--router-address %s: no response yet (%s); samples will wait", address, error)
+        log.warning("--router-address %s: no response yet (%s); samples will wait for one", address, error)
         return 1
     except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
@@ -599,15 +591,12 @@ def count_servers(address: str, key: str) -> int:
 
 
 def start_error(error: Exception) -> RuntimeError:
-    """Return an error with only the last line of Ray's long message about a worker that cannot start."""
+    """Return an error with the last line of Ray's long message about a worker that cannot start."""
     return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 
 
 def by_group(samples: list[dict]) -> list[list[int]]:
-    """Return the indices of the samples, one list per group.
-
-    A group has the same prompt, data source, reward_model and, if that column exists, `group`.
-    """
+    """Group samples by prompt, data source, reward_model and `group` (if present); return their indices."""
     groups = collections.defaultdict(list)
     for number, sample in enumerate(samples):
         key = [sample["prompt"], sample["data_source"], sample["reward_model"], sample.get("group")]
@@ -616,41 +605,37 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 
 
 def connect_ray() -> bool:
-    """Join the Ray cluster of RAY_ADDRESS or of this machine, or start one. Return whether one was started.
-
-    Raises RuntimeError if the cluster cannot be joined.
-    """
+    """Join the Ray cluster of RAY_ADDRESS or of this machine, or start one. Return whether it started one."""
     import ray
     if ray.is_initialized():
         return False
     from ray._private import services
     address = os.environ.get("RAY_ADDRESS")
     if not address:
-        address = services.find_bootstrap_address(None)  # This is the cluster of the last `ray start`.
+        address = services.find_bootstrap_address(None)  # the cluster of the last `ray start`
         if address not in services.find_gcs_addresses():  # Joining an ended cluster would take minutes.
             address = "local"
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # The cluster may run another version of Ray or Python, or use another key.
-        text = f"Ray: the cluster {address} cannot be joined ({error_line(error):.300})"
-        raise RuntimeError(" ".join(text.split()) + "; RAY_ADDRESS=local starts a private cluster") from error
-    where = f"joined the cluster at {address}; RAY_ADDRESS=local starts a private cluster"
+        text = f"Ray: cannot join the cluster at {address} ({error_line(error):.300})"
+        text += "; set RAY_ADDRESS=local to start a private cluster"
+        raise RuntimeError(" ".join(text.split())) from error
+    where = f"joined the cluster at {address} (set RAY_ADDRESS=local for a private cluster)"
     if address == "local":
         where = "started a cluster for this run"
     have = ray.cluster_resources()
     logs = os.path.join(ray._private.worker._global_node.get_session_dir_path(), "logs", "worker-*")
-    print(f"Ray: {where} ({have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs); the output of reward "
-          f"functions goes to {logs}", flush=True)  # fmt: skip
+    print(f"Ray: {where}, with {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs; the output of "
+          f"reward functions is in {logs}", flush=True)  # fmt: skip
     return address == "local"
 
 
 def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False, overlong=None):
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
-    Args:
-        reservation: the cluster.placement.Reservation of the models; by default a new one is made.
-        sleep_mode: whether the models sleep between batches.
-        overlong: a function that maps the length of a response to its penalty, see RewardLoopManager.
+    Without a `reservation` (cluster.placement.Reservation), the reward models make one. With `sleep_mode`,
+    they sleep between batches. For `overlong`, see RewardLoopManager.
     """
     options.check_rewards()
     if connect_ray():

@@ -1,8 +1,8 @@
-"""Runs the user's reward function for the Reward Loop, in a worker or in the worker's grading processes.
+"""Run the user's reward function for the Reward Loop, in a worker or in the worker's grading processes.
 
 An async function runs in the event loop of a worker. A sync function runs in grading processes: child
-processes of the worker that load the function, score one sample at a time, and are killed when they exceed
-the timeout. The samples of a sync function pass through three processes:
+processes of the worker that load the function, score one sample at a time, and are killed if they exceed the
+timeout. The samples of a sync function pass through three processes:
 
     driver                       worker (Ray actor)                    grading process
     RewardLoopManager -submit->  its queue         --- pipe: sample -->  your function
@@ -40,21 +40,21 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 STDLIB = sysconfig.get_paths()["stdlib"]
-GATHER_S = 0.01  # A worker gathers results for this many seconds, so that it sends few messages.
+GATHER_S = 0.01  # A worker gathers results for this many seconds to send fewer messages.
 HEARTBEAT = 100  # After this many periods of GATHER_S, a worker answers `collect` even without results.
 START_S = 300.0  # Time limit in seconds for loading the function, which is slow on a busy node.
-ISOLATE_AFTER = 2  # A call that was lost this often runs alone, in a grading process.
+ISOLATE_AFTER = 2  # A call that was lost this often runs alone in a grading process.
 
 
 @dataclasses.dataclass
 class Job:
-    """What workers and grading processes need to know. All values are plain, so JSON can represent them."""
+    """The description of a run for workers and grading processes. All values can be written as JSON."""
     function: str  # FILE:NAME with the full path
     kwargs: dict  # keyword arguments that are the same for every sample
-    columns: dict[str, bool]  # row columns that the function names -> whether it requires them
-    tokenizer: str | None  # path of the reward model's tokenizer, if the function takes one
+    columns: dict[str, bool]  # row columns among the function's parameters -> whether they are required
+    tokenizer: str | None  # path of the reward model's tokenizer if the function takes one
     is_async: bool
-    sees_group: bool  # the function takes `solution_strs`: one call gets all responses to a prompt
+    sees_group: bool  # whether one call gets all responses to a prompt (`solution_strs`)
     timeout: float
     files: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> SHA-256, see `fingerprints`
     sync_processes: int = 1
@@ -68,7 +68,7 @@ class FileChanged(ValueError):
 def fingerprints(function_file: str) -> dict[str, str]:
     """Return {path: SHA-256} of the function's file and all local files that it imports, even indirectly.
 
-    Local files are files in the function's folder or in this repository. Imports inside functions count too.
+    Local files are files in the function's folder or in this repository. Imports in functions count as well.
     """
     folders = [Path(function_file).parent, HERE]
     found = {}
@@ -98,7 +98,7 @@ def fingerprints(function_file: str) -> dict[str, str]:
 
 
 def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
-    """Return the files that `import a.b.c` may execute, from the first of the folders that contains `a`."""
+    """Return the files that `import a.b.c` may execute in the first folder that contains `a`."""
     for folder in folders:
         if folder.joinpath(parts[0]).is_dir() or folder.joinpath(parts[0] + ".py").is_file():
             files = []
@@ -114,30 +114,26 @@ def check_files(job: Job):
     for file, digest in job.files.items():
         path = Path(file)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise FileChanged(f"{file} has changed since the run began, but a run needs one version of its "
-                              "reward function; restore the file or start a new run")  # fmt: skip
+            raise FileChanged(f"{file} has changed since the run began; restore it or start a new run")
 
 
 def load_function(spec: str, kind: str = "reward function"):
-    """Load the function that "FILE:NAME" names. The file may import other files in its folder.
-
-    Raises ValueError with a one-line message.
-    """
+    """Load the function FILE:NAME, whose file may import files in its folder. Raise ValueError on failure."""
     file, _, name = spec.rpartition(":")
     path = Path(file)
-    sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # A file in toy/ imports compute_score.py.
+    sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # Files in toy/ import compute_score.py.
     module_name = path.stem
-    if module_name in sys.modules:  # The user's file must not replace another module with the same name.
+    if module_name in sys.modules:  # The user's module must not replace another one.
         module_name += "_of_user"
     try:
         module_spec = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_name] = module  # Dataclasses look up their module there.
+        sys.modules[module_name] = module  # Dataclasses look up their module here.
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         reason = f"loading the file failed: {error_line(error, file)}"
-        if "relative import" in reason:  # The file is part of a package.
-            reason += "; import the function in a file outside of its package, and pass that file"
+        if "relative import" in reason:  # The file belongs to a package.
+            reason += "; pass a file outside the package that imports the function"
         raise ValueError(f"{kind} {spec!r}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -146,7 +142,7 @@ def load_function(spec: str, kind: str = "reward function"):
 
 
 def file_and_name(field: str, spec: str) -> tuple[Path, str]:
-    """Split FILE:NAME. Raise a ValueError that names the option if that is impossible."""
+    """Split FILE:NAME. Raise ValueError if the form is wrong or the file does not exist."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not name or path.suffix != ".py":
@@ -157,21 +153,18 @@ def file_and_name(field: str, spec: str) -> tuple[Path, str]:
 
 
 def flag(field: str) -> str:
-    """Return the option of the command line that sets this field."""
+    """Return the command-line flag of this field."""
     return "--" + field.replace("_", "-")
 
 
 def load_in_this_process(field: str, spec: str):
-    """Load a user's function that this process will call itself.
-
-    Modules in the function's folder can still be imported after this call.
-    """
+    """Load a user's function for this process. It may import modules of its folder later, when it runs."""
     path, name = file_and_name(field, spec)
     with modules_of_the_user(path.parent):
         function = load_function(f"{path}:{name}", flag(field))
         theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
     for module, loaded in theirs.items():
-        sys.modules.setdefault(module, loaded)  # If both have a module of the same name, ours stays.
+        sys.modules.setdefault(module, loaded)  # Ours stays if both have a module of this name.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return function
@@ -179,7 +172,7 @@ def load_in_this_process(field: str, spec: str):
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """Hide our modules inside the block and remove the user's after it, because both may have a policy.py."""
+    """Hide our modules in the block, and remove the user's after it: both may contain a policy.py."""
     import_path = sys.path.copy()
     before = sys.modules.copy()
     for name in local_modules(HERE):
@@ -195,7 +188,7 @@ def modules_of_the_user(folder: Path):
 
 
 def local_modules(*folders: Path) -> list[str]:
-    """Return the names of loaded modules in these folders, except the standard library and packages."""
+    """Return the names of loaded modules in these folders, without the standard library and packages."""
     names = []
     for name, module in sys.modules.copy().items():
         spec = getattr(module, "__spec__", None)
@@ -214,33 +207,33 @@ def local_modules(*folders: Path) -> list[str]:
 class Scorer:
     """The reward function of a run with its constant arguments. Raises ValueError if it cannot be loaded.
 
-    Arguments arrive pickled. A result is JSON: [[[score or None, extra info, status] for each response],
-    whether to retry]. JSON keeps an object of the user from breaking a message that carries other results.
+    Arguments are pickled. A result is JSON: [[[score or None, extra info, status] for each response], whether
+    to retry]. With JSON, no object of the user can break a message that also carries other results.
     """
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
-        self.is_spent = False  # A SystemExit leaves the event loop unusable and sets this to True.
+        self.is_spent = False  # True after a SystemExit, which leaves the event loop unusable
         check_files(job)
         self.function = partial(load_function(job.function), **job.kwargs)
-        check_files(job)  # The files may have changed during a long import.
+        check_files(job)  # Files may have changed during a long import.
         if job.tokenizer:
             from transformers import AutoTokenizer
             tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-            # Transformers 5 returns a dict. Functions written for verl expect token ids, as in version 4.
+            # Transformers 5 returns a dict, but functions written for verl expect token ids, as in version 4.
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
             self.function = partial(self.function, reward_model_tokenizer=tokenizer)
 
     async def score(self, payload: bytes) -> bytes:
-        """Call an async function once. It catches even SystemExit, which would otherwise end the worker."""
+        """Call an async function once. Catch even SystemExit, which would otherwise end the worker."""
         try:
-            arguments = pickle.loads(payload)  # The data is trusted, because our own manager pickled it.
+            arguments = pickle.loads(payload)  # This is safe because our own manager pickled the data.
             return as_result(await self.function(**arguments), arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", error_line(error, self.file), is_retryable(error))
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
-        """Call any function once, outside of an event loop, because the function may call asyncio.run."""
+        """Call any function once, outside an event loop because the function may call asyncio.run."""
         try:
             arguments = pickle.loads(payload)
             value = self.function(**arguments)
@@ -248,7 +241,7 @@ class Scorer:
                 try:
                     value = runner.run(asyncio.wait_for(value, None))
                 except (SystemExit, KeyboardInterrupt):
-                    self.is_spent = True  # The event loop would raise the error again for the next sample.
+                    self.is_spent = True  # The event loop would raise the error again.
                     raise
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
@@ -256,18 +249,18 @@ class Scorer:
 
 
 def failure(status: str, message: str, try_again: bool = False) -> bytes:
-    """Return the result of a failed call, which applies to every sample of a group."""
+    """Return the result of a failed call, which applies to all its samples."""
     return json.dumps([[[None, {"error": message}, status]], try_again]).encode()
 
 
 def as_result(value, group: list[str] | None) -> bytes:
-    """Turn the function's return value into a result. `group` holds the responses if it scores groups."""
+    """Convert the function's return value to a result. `group`: the responses if it scores groups."""
     values = [value]
     if group is not None:
         values = value
         if hasattr(value, "tolist"):
-            values = value.tolist()  # The value is an array.
-        if not isinstance(values, (list, tuple)):  # Other collections may have no order.
+            values = value.tolist()  # an array
+        if not isinstance(values, (list, tuple)):  # Other collections may be unordered.
             raise ValueError(f"the function returned {value!r:.80}, which is not a list of scores")
         if len(values) != len(group):
             raise ValueError(f"the function returned {len(values)} scores for {len(group)} responses")
@@ -275,7 +268,7 @@ def as_result(value, group: list[str] | None) -> bytes:
 
 
 def as_json(value):
-    """Convert a value that JSON cannot represent: arrays to lists, anything else to text."""
+    """Convert a value that JSON cannot represent: an array to a list, anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
@@ -288,13 +281,13 @@ def outcome(value) -> tuple[float | None, dict, str]:
     if hasattr(type(score), "__float__") and math.isfinite(score):  # float() would accept the text "1".
         extra["score"] = float(score)
         return extra["score"], extra, "ok"
-    complaint = f"the score is {score!r:.80}, not a finite number"
+    complaint = f"the score is {score!r:.80}, but it must be a finite number or None"
     return None, extra | {"score": None, "error": complaint}, "error"
 
 
 def error_line(error: BaseException, file: str = "") -> str:
-    """Describe an error in one line: its type, its message, and the last line of `file` that led to it."""
-    # TracebackException has a message even if str(error) fails.
+    """Describe an error in one line: type, message, and the last line of `file` in its traceback."""
+    # TracebackException provides a message even if str(error) fails.
     details = traceback.TracebackException.from_exception(error, lookup_lines=False)
     line = f"{type(error).__name__}: {details}"[:500]
     frames = [frame for frame in details.stack if frame.filename == file] or details.stack
@@ -306,7 +299,7 @@ def error_line(error: BaseException, file: str = "") -> str:
 def is_retryable(error: BaseException) -> bool:
     """Return whether to retry after this error: a broken connection, or HTTP 408, 429 or 5xx.
 
-    The errors of aiohttp, openai, requests and httpx are recognised.
+    This recognises the errors of aiohttp, openai, requests and httpx.
     """
     status = None
     for place in (error, getattr(error, "response", None)):
@@ -320,25 +313,24 @@ def is_retryable(error: BaseException) -> bool:
 
 # --- 3. Grading processes -----------------------------------------------------------------------------------
 def grading_main(fd: int):
-    """Run a grading process, which reads a job and then numbered samples from the pipe `fd`.
+    """Run a grading process, which receives a job and then numbered samples through the pipe `fd`.
 
-    Each answer is one line with the number and JSON. The JSON is an error or null for the job, and a result
-    for a sample.
+    Each answer is one line with the number and JSON: an error or null for the job, a result for a sample.
     """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
-    # The child process waits until the worker or this process ends, then kills all that the function started.
+    # When the worker or this process ends, the child process kills everything that the function started.
     if os.fork() == 0:
         os.close(fd)
         select.select(watched, [], [])
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
-    os.register_at_fork(after_in_child=pipe.close)  # Processes that the function forks do not get the pipe.
+    os.register_at_fork(after_in_child=pipe.close)  # Forks of the function do not get the pipe.
     answers = open(fd, "wb", closefd=False)
     pid = os.getpid()
 
     def answer(number: bytes, result: bytes):
-        if os.getpid() != pid:  # A child that the function forked has returned, but it must not answer.
+        if os.getpid() != pid:  # This is a fork of the function, which must not answer.
             os._exit(0)
         answers.write(number + b" " + result + b"\n")
         answers.flush()
@@ -357,7 +349,7 @@ def grading_main(fd: int):
 
 
 class Grader(threading.Thread):
-    """A thread of the worker that owns one grading process, and replaces a dead or overdue process."""
+    """A thread of the worker that owns one grading process, and replaces it if it dies or is overdue."""
 
     def __init__(self, worker):
         super().__init__(daemon=True)
@@ -375,7 +367,7 @@ class Grader(threading.Thread):
                 result = self.ask(number, payload, self.worker.job.timeout)
             except Exception as error:
                 self.close()
-                result = None  # The process died, so the call is lost and will be repeated.
+                result = None  # The process died. The call is lost and will be repeated.
                 if isinstance(error, TimeoutError):
                     result = failure("timeout", f"{error}, so the grading process was killed")
                 elif isinstance(error, ValueError):  # The function could not be loaded.
@@ -383,10 +375,7 @@ class Grader(threading.Thread):
             self.worker.report(number, result, started)
 
     def open(self):
-        """Start the process and wait until it has loaded the function.
-
-        Raises ValueError if the function cannot be loaded, and the errors of `ask`.
-        """
+        """Start the process and wait until it has loaded the function. Raise ValueError if loading fails."""
         self.pipe, its = Pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-u", str(HERE / "reward_worker.py"), str(its.fileno())],
@@ -405,7 +394,7 @@ class Grader(threading.Thread):
         """Send a message to the process and return the answer.
 
         Raises:
-            OSError, EOFError: The process died, or answered with another number.
+            OSError, EOFError: The process died or sent an invalid answer.
             TimeoutError: The process did not answer within `timeout` seconds.
         """
         due = time.monotonic() + min(timeout, 1e6)  # `poll` does not accept infinity.
@@ -420,7 +409,7 @@ class Grader(threading.Thread):
         line, _, rest = b"".join(chunks).partition(b"\n")
         answered, _, result = line.partition(b" ")
         if answered != b"%d" % number or rest:  # The function itself wrote to the pipe.
-            raise OSError("the grading process did not answer with the number of its sample")
+            raise OSError("the grading process sent an invalid answer")
         return result
 
     def close(self):
@@ -434,11 +423,11 @@ class Grader(threading.Thread):
 
 # --- 4. The worker ------------------------------------------------------------------------------------------
 class RewardLoopWorker:
-    """A Ray actor that scores the samples of `submit` and returns each result with the next `collect`."""
+    """A Ray actor that scores the samples of `submit` and returns the results through `collect`."""
 
     def __init__(self, job: Job, api_key: str):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # The usual 1,024 connections are too few.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # The usual limit of 1,024 is too low.
         if api_key:
             os.environ["ROUTER_API_KEY"] = api_key
         self.job = job
@@ -447,14 +436,14 @@ class RewardLoopWorker:
         self.done = {}
         self.running = {}  # number -> (task, timer of its timeout), for async functions
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
-        graders = [Grader(self) for _ in range(job.sync_processes)]  # Their processes start when needed.
+        graders = [Grader(self) for _ in range(job.sync_processes)]  # Processes start when they are needed.
         self.pid = os.getpid()
-        self.changed = None  # the result of every call if a file of an async function has changed
+        self.changed = None  # the result of every call after a file of an async function has changed
         try:
             if job.is_async:
                 self.scorer = Scorer(job)
             else:
-                graders[0].open()  # The worker fails early if the function cannot be loaded on this node.
+                graders[0].open()  # Fail early if the function cannot be loaded.
         except FileChanged as error:  # Ray has restarted this worker during the run.
             graders[0].close()
             self.changed = failure("error", str(error))
@@ -462,11 +451,11 @@ class RewardLoopWorker:
             grader.start()
 
     async def begin(self) -> str:
-        """Return the incarnation of this worker. Ray calls this method once the function is loaded."""
+        """Return the incarnation of this worker, after it has loaded the function."""
         return self.incarnation
 
     async def submit(self, batch: dict[int, tuple[bool, bytes]]):
-        """Accept calls, {number: (whether to isolate the call, payload)}, and return without waiting."""
+        """Accept calls, {number: (whether to isolate the call, payload)}, without waiting for results."""
         loop = asyncio.get_running_loop()
         for number, (isolated, payload) in batch.items():
             if isolated or not self.job.is_async:
@@ -479,8 +468,8 @@ class RewardLoopWorker:
     async def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes | None, float]]]:
         """Return (incarnation, {number: (result, seconds)}) as soon as there are results.
 
-        Without results, `collect` returns after HEARTBEAT periods to show that the worker is alive. A result
-        is kept until a later call lists its number in `arrived`.
+        If there are no results, `collect` returns after HEARTBEAT periods to show that the worker is alive. A
+        result is kept until a later call lists its number in `arrived`.
         """
         for number in arrived:
             self.done.pop(number, None)
@@ -496,20 +485,20 @@ class RewardLoopWorker:
     async def _run(self, number, payload):
         started = time.monotonic()
         result = self.changed or await self.scorer.score(payload)
-        if os.getpid() != self.pid:  # A forked child has returned, but the event loop belongs to its parent.
+        if os.getpid() != self.pid:  # This is a fork, but the event loop belongs to its parent.
             os._exit(0)
-        if number in self.running:  # Otherwise the timeout has been reported already.
+        if number in self.running:  # Otherwise the timeout has already been reported.
             _, timer = self.running.pop(number)
             timer.cancel()
             self.report(number, result, started)
 
     def _cut_off(self, number, due):
         task, _ = self.running.pop(number)
-        task.cancel()  # The task may ignore the cancellation, but nothing waits for it.
+        task.cancel()  # The task may ignore this, but nothing waits for the task.
         timeout = self.job.timeout
         result = failure("timeout", f"no result within {timeout:g} s")
         if asyncio.get_running_loop().time() - due > 0.1:
-            result = None  # Another call blocked the event loop and used up this call's time.
+            result = None  # Another call blocked the event loop and used up the time.
         self.report(number, result, time.monotonic() - timeout)
 
 

@@ -1,29 +1,29 @@
-"""Put one HTTP address in front of many servers: a router for reward models that can outlive a training run.
+"""Put one HTTP address in front of many servers: a router for reward models, independent of training runs.
 
     python router.py --port 30000 --workers http://a:8000 http://b:8000
 
 The router forwards the paths of --forward and rejects all others. Its own endpoints:
-    GET /health                 200 while at least one server is healthy, else 503; needs no key
-    GET /workers, /metrics      list the servers and their state, as JSON and as Prometheus text
+    GET /health                 returns 200 if at least one server is healthy, else 503; needs no key
+    GET /workers, /metrics      lists the servers and their state, as JSON or as Prometheus text
     POST /workers {"url": U}    adds a server; needs the servers' key
-    DELETE /workers?url=U       removes a server, whose running requests continue; needs the servers' key
+    DELETE /workers?url=U       removes a server and lets its requests finish; needs the servers' key
 How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
     no answer from /health      The server leaves the rotation. Its requests go to other servers.
-    500, 502, 503, 504, or a    The router checks the server's /health, and then handles one of the next two
+    500, 502, 503, 504, or a    The router checks the /health of the server and distinguishes the next two
     broken connection           cases.
-      /health is good           The request goes to another server. After --unhealthy-after such failures in a
-                                row the server leaves the rotation, unless no other server is healthy.
+      /health is good           The request goes to another server. After --unhealthy-after failures in a row,
+                                the server leaves the rotation unless it is the only healthy one.
       /health fails             The server has died, perhaps because of a request. Its requests are therefore
                                 retried one per second. A request is rejected with 422 if a second server dies
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
-    any other answer            The answer is forwarded. After a part has been sent, there is no retry.
-No request is sent twice to a living server. A server that left comes back when its /health answers. If a
-client disconnects, the server stops working on the request. Requests with the same X-Session-Id header go to
-the same server while that server is healthy, whatever --policy says.
-Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (curl waits a second
-for it with bodies over 1 MB), caching, several processes, prefix-aware routing, systems other than Linux.
+    any other answer            The answer is forwarded. Once a part has been sent, there is no retry.
+No request is sent twice to a living server. A server returns to the rotation when its /health answers again.
+If a client disconnects, the server stops working on the request. Requests with the same X-Session-Id header
+go to the same server while it is healthy, regardless of --policy.
+Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
+curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
 Standalone: imports nothing from this repository. genrm_server.py adds Generate (SGLang's /generate) to vLLM.
 """
 
@@ -61,29 +61,29 @@ class Config:
 
     workers: tuple[str, ...] = ()  # Base URLs of the servers, such as http://10.0.0.2:8000.
     host: str = "127.0.0.1"  # Address to listen on. 0.0.0.0 opens it to the network: set an API key then.
-    port: int = 30000  # Port to listen on. 0: a free port, which is printed.
-    # Paths to forward, including all paths below them. /: forward every path.
+    port: int = 30000  # Port to listen on. 0: choose a free port and print it.
+    # Paths to forward, with all paths below them. /: forward every path.
     forward: tuple[str, ...] = ("/v1", "/generate", "/classify", "/pooling", "/score", "/rerank",
                                 "/tokenize", "/detokenize")
     # How the router chooses a server: each in turn, or the one with the fewest running requests.
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
-    max_attempts: int = 3  # Maximum number of servers that one request is sent to.
+    max_attempts: int = 3  # Maximum number of servers to try for one request.
     unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
-    health_interval: float = 5.0  # Time between two health checks, in seconds. Below 500 is healthy.
-    # Time limit, in seconds, for a request that waits for a healthy server, or for its retry after its server
-    # died (such retries run one per second). 0: answer 503 immediately and retry without pauses, so that
+    health_interval: float = 5.0  # Time between health checks, in seconds. A status below 500 is healthy.
+    # Maximum time, in seconds, that a request waits for a healthy server, or for its turn to be retried after
+    # its server died (one such retry per second). 0: answer 503 immediately and retry without pauses, so that
     # harmless requests may be rejected along with a request that kills servers.
     queue_timeout: float = 180.0
-    request_timeout: float = 3600.0  # Time limit of a request with its retries, in seconds; then 504.
-    max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get a 413.
-    # Key that clients must send as a bearer token. old,new accepts both. Empty: ROUTER_API_KEY, which is not
-    # visible in the list of processes; if that is unset, no key is needed.
+    request_timeout: float = 3600.0  # Time limit for a request and its retries, in seconds. Then: status 504.
+    max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get status 413.
+    # Key that clients must send as a bearer token. old,new accepts both keys. Empty: the value of
+    # ROUTER_API_KEY, which hides the key from the list of processes, or no key.
     api_key: str = ""
-    # Key that the router sends to the servers. Empty: ROUTER_SERVER_KEY; if that is unset, the client's key.
+    # Key that the router sends to the servers. Empty: the value of ROUTER_SERVER_KEY, or the client's key.
     server_key: str = ""
 
     def check(self) -> None:
-        """Raise ValueError, which names the flag and the remedy, if a setting is impossible."""
+        """Raise ValueError if a setting is invalid."""
         for name in ("max_attempts", "unhealthy_after", "max_body_mib", "health_interval", "request_timeout"):
             if getattr(self, name) <= 0:
                 flag = name.replace("_", "-")
@@ -91,40 +91,40 @@ class Config:
         if self.queue_timeout < 0:
             raise ValueError(f"--queue-timeout {self.queue_timeout}: must be at least 0")
         if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port {self.port}: must be from 0 to 65535")
+            raise ValueError(f"--port {self.port}: must be between 0 and 65535")
 
 
 def clean_url(text) -> str:
     """Return a server's base URL without a slash or /v1 at its end. Raise ValueError if it is not a URL."""
     if not re.fullmatch(r"https?://[\w\[][\w.:/\[\]%~-]*", str(text), re.ASCII):
         raise ValueError(f"server URL {text!r}: must look like http://10.0.0.2:8000")
-    return str(URL(text)).rstrip("/").removesuffix("/v1")  # Requests have their own /v1.
+    return str(URL(text)).rstrip("/").removesuffix("/v1")  # The paths of requests contain /v1.
 
 
 def read_key(given: str, variable: str) -> str:
-    """Return the given keys, or those of the environment variable: joined by commas, without empty keys."""
+    """Return the given keys, or those of the environment variable, joined by commas without empty keys."""
     keys = (given or os.environ.get(variable, "")).split(",")
-    return ",".join(key.strip() for key in keys if key.strip())  # A key's file may end with a newline.
+    return ",".join(key.strip() for key in keys if key.strip())  # A key file may end with a newline.
 
 
 def address_of(host: str, port) -> str:
-    """Return HOST:PORT as URLs write it."""
+    """Return HOST:PORT in the form that URLs need."""
     if ":" in host:  # IPv6
         host = f"[{host}]"
     return f"{host}:{port}"
 
 
 def warn_if_open(host: str, api_key: str, say) -> None:
-    """Print a warning if the network can reach a router that does not ask for a key."""
+    """Print a warning if the network can reach a router that does not require a key."""
     if not api_key and not re.fullmatch(r"localhost|127\.[\d.]+|::1", host):
         say(f"WARNING: --host {host} opens the router to the network without a key; set ROUTER_API_KEY")
 
 
 FAILED = {500, 502, 503, 504}
-NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router ran out of file descriptors; the server is not to blame.
-BUFFERED = 1 << 20  # bytes; an answer that is longer or of unknown length is streamed and cannot be retried
-CONNECT_TIMEOUT = 5  # seconds to connect to a server before another server gets the request
-HEALTH_TIMEOUT = 10  # seconds for a server to answer /health; a busy server answers slowly
+NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router ran out of file descriptors.
+BUFFERED = 1 << 20  # bytes; a longer answer, or one of unknown length, is streamed and cannot be retried
+CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then another server is tried
+HEALTH_TIMEOUT = 10  # time limit for /health, in seconds; busy servers answer slowly
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes these headers itself.
@@ -132,19 +132,19 @@ NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes t
 
 @dataclass(eq=False)
 class Worker:
-    """A server and what the router knows about it. GET /workers shows these fields."""
+    """A server and its state in the router. GET /workers shows these fields."""
 
     url: str
     healthy: bool = False
-    why: str = ""  # reason for being healthy or not; empty before the first health check
-    turn: float = 0.0  # time of the last choice; round robin takes the least recently chosen server
+    why: str = ""  # why the server is healthy or not; empty before the first health check
+    turn: float = 0.0  # when the server was last chosen; round robin takes the least recent one
     in_flight: int = 0  # number of requests that the server is working on
     failed_in_a_row: int = 0  # number of consecutive requests that failed
     polls_failed: int = 0  # number of consecutive health checks that failed
     is_silent: bool = False  # whether the last health check timed out
     requests: int = 0
-    failures: int = 0  # number of attempts without an answer or with a status in FAILED
-    retries: int = 0  # number of requests that another server had failed to answer
+    failures: int = 0  # number of attempts that got no answer or a status in FAILED
+    retries: int = 0  # number of requests that another server failed to answer
     seconds: float = 0.0  # total duration of all attempts
 
 
@@ -154,13 +154,13 @@ def say(text: str) -> None:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    """Return an error response of the router itself, in the form that OpenAI clients expect."""
+    """Return an error response in the form that OpenAI clients expect."""
     body = {"error": {"message": message, "type": "router_error", "code": status}}
     return web.json_response(body, status=status)
 
 
 def forwarded_headers(headers, dropped: set[str]) -> CIMultiDict:
-    """Return the headers to forward: all headers except the `dropped` ones."""
+    """Return all headers except the `dropped` ones."""
     kept = CIMultiDict(headers)
     for name in dropped:
         kept.popall(name, None)
@@ -168,7 +168,7 @@ def forwarded_headers(headers, dropped: set[str]) -> CIMultiDict:
 
 
 def session_weight(session: str, url: str) -> bytes:
-    """Return a server's weight for rendezvous hashing: the server with the largest weight is chosen."""
+    """Return a server's weight for rendezvous hashing, which chooses the server with the largest weight."""
     return hashlib.sha256(f"{session} {url}".encode("utf-8", "surrogateescape")).digest()
 
 
@@ -179,7 +179,7 @@ def error_text(error: Exception) -> str:
 class Connector(aiohttp.TCPConnector):
     """A connector that discards connections with unread bytes.
 
-    Such bytes, e.g. a late 408 for an idle connection, would be read as the answer to the next request.
+    Such bytes, e.g. a late 408 for an idle connection, would be taken for the answer to the next request.
     """
 
     async def connect(self, *arguments, **options):
@@ -191,7 +191,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class Router:
-    """The router as an object: `port = await router.start()` starts it, and `await router.stop()` ends it."""
+    """The router: `port = await router.start()` starts it, and `await router.stop()` stops it."""
 
     def __init__(self, config: Config):
         config.check()
@@ -207,7 +207,7 @@ class Router:
         self.health_changed = asyncio.Event()
 
     async def start(self) -> int:
-        """Check every server's health, open the port and return its number. Raise OSError if it is taken."""
+        """Check all servers, open the port and return its number. Raise OSError if the port is taken."""
         config = self.config
         loop = asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
@@ -217,10 +217,10 @@ class Router:
             timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT),
             auto_decompress=False,
         )
-        server = web.Server(  # It is faster than web.Application because it has no URL dispatcher.
+        server = web.Server(  # faster than web.Application, which has a URL dispatcher
             self.handle,
             request_factory=partial(web.BaseRequest, loop=loop, client_max_size=config.max_body_mib << 20),
-            handler_cancellation=True,  # If a client disconnects, the server stops working on its request.
+            handler_cancellation=True,  # If a client disconnects, its request is cancelled on the server.
             access_log=None,
             auto_decompress=False,
         )
@@ -233,7 +233,7 @@ class Router:
         return self.runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Accept no new requests, wait up to 8 s for the running requests, then cancel them."""
+        """Stop accepting requests, wait up to 8 s for running requests, then cancel them."""
         await self.runner.cleanup()
         self.poller.cancel()
         await self.session.close()
@@ -247,30 +247,30 @@ class Router:
         await asyncio.gather(*map(self.poll, self.workers.values()))
 
     async def get_health(self, worker: Worker) -> tuple[bool, str]:
-        """Ask a server for its health. Return whether the server is healthy, and the reason."""
+        """Query /health of a server. Return whether the server is healthy, and why."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT):
                 async with self.session.get(worker.url + "/health", allow_redirects=False) as answer:
                     worker.is_silent = False
                     if answer.status == 200:
-                        return True, "/health is good"
-                    return answer.status < 500, f"/health answers {answer.status}"
-        except Exception as error:  # Every error counts as unhealthy, and no error may end the poller.
+                        return True, "/health returned 200"
+                    return answer.status < 500, f"/health returned {answer.status}"
+        except Exception as error:  # All errors count as unhealthy, and none may end the poller.
             worker.is_silent = isinstance(error, TimeoutError)
             stays_healthy = worker.healthy and self.lacks_files(error)  # The server is not to blame.
             return stays_healthy, f"/health: {error_text(error)}"
 
     def lacks_files(self, error: Exception) -> bool:
-        """Return whether the router cannot open a connection because it has no file descriptor left."""
+        """Return whether the error means that the router has no file descriptors left."""
         if getattr(error, "errno", None) not in NO_FILES:
             return False
         if not self.warned_of_files:
             self.warned_of_files = True
-            say("WARNING: no file descriptor is left, so requests wait; raise the limit (ulimit -n)")
+            say("WARNING: out of file descriptors, so requests have to wait; raise the limit (ulimit -n)")
         return True
 
     async def poll(self, worker: Worker) -> None:
-        """Check the health of one server, and move it into or out of the rotation."""
+        """Check the health of one server, and add it to the rotation or remove it."""
         healthy, why = await self.get_health(worker)
         if healthy:
             worker.polls_failed = 0
@@ -279,7 +279,7 @@ class Router:
             worker.polls_failed += 1
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, why)
-                for limit in self.time_limits.pop(worker, ()):  # Another server gets the hanging requests.
+                for limit in self.time_limits.pop(worker, ()):  # Hanging requests go to another server.
                     with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
                         limit.reschedule(0)
 
@@ -289,7 +289,7 @@ class Router:
         worker.healthy = healthy
         worker.why = why
         worker.failed_in_a_row = 0
-        self.health_changed.set()  # This wakes all waiting requests.
+        self.health_changed.set()  # This wakes up all waiting requests.
         self.health_changed.clear()
         state = "in" if healthy else "not in"
         say(f"{worker.url} is {state} the rotation ({why})")
@@ -298,15 +298,15 @@ class Router:
         """Answer any request. Errors from /generate are returned as plain text."""
         response = await self.respond(request)
         if response.status >= 400 and request.path == "/generate":
-            # Functions written for SGLang read keys of the answer without checking its status. An error in a
-            # dict could pass for an answer, whereas a string makes these functions fail.
+            # Functions written for SGLang read keys of the answer without checking its status. They could
+            # mistake a dict with an error for an answer, whereas a string makes them fail.
             response.text = json.dumps(response.body.decode("utf-8", "replace"))
             response.headers.pop("Content-Encoding", None)
             response.content_type = "text/plain"
         return response
 
     async def respond(self, request) -> web.StreamResponse:
-        """Check the key, then answer one of the router's own endpoints, or forward the request."""
+        """Check the key, then serve an endpoint of the router or forward the request."""
         path = request.rel_url.raw_path
         if path == "/health":
             healthy = sum(worker.healthy for worker in self.workers.values())
@@ -314,11 +314,11 @@ class Router:
             return web.json_response(state, status=200 if healthy else 503)
         key = self.api_key
         if path == "/workers" and request.method != "GET" and self.server_key:
-            key = self.server_key  # Otherwise a client could add its own server, which would be sent the key.
+            key = self.server_key  # Otherwise a client could add its own server, which would get the key.
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         known = [hmac.compare_digest(given, b"Bearer " + one.encode()) for one in key.split(",")]
         if key and not any(known):
-            return error_response(401, "missing or wrong API key: send 'Authorization: Bearer KEY'")
+            return error_response(401, "missing or wrong API key; send 'Authorization: Bearer KEY'")
         if path == "/metrics":
             return web.Response(text=self.metrics())
         is_forwarded = (path + "/").startswith(self.forwarded) and ".." not in unquote(path)
@@ -328,7 +328,7 @@ class Router:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             size = self.config.max_body_mib
-            return error_response(413, f"request body is larger than {size} MiB (--max-body-mib)")
+            return error_response(413, f"the request body is larger than {size} MiB; raise --max-body-mib")
         if path == "/workers":
             return await self.serve_workers(request, body)
         return await self.forward(request, body)
@@ -344,11 +344,11 @@ class Router:
         return "\n".join(lines) + "\n"
 
     def acquire(self, tried, session: str) -> Worker | None:
-        """Choose a healthy server that is not in `tried`, or return None. Count the request there."""
+        """Choose a healthy server that is not in `tried`, or return None. Count the request as in flight."""
         ready = [one for one in self.workers.values() if one.healthy and one not in tried]
         if not ready:
             return None
-        if session:  # With rendezvous hashing, only the sessions of a server that leaves or joins move.
+        if session:  # With rendezvous hashing, only sessions of a server that joins or leaves move.
             worker = max(ready, key=lambda one: session_weight(session, one.url))
         elif self.config.policy == "least_loaded":
             worker = min(ready, key=lambda one: (one.in_flight, one.turn))
@@ -359,11 +359,11 @@ class Router:
         return worker
 
     async def choose(self, tried: list[Worker], suspect: bool, deadline: float, session: str):
-        """Choose a server like `acquire`, but let some requests wait. Return None if no server can be had.
+        """Choose a server like `acquire`, but let some requests wait. Return None if there is no server.
 
-        A request that has not yet reached any live server may wait for one. A suspect, which is a request
-        whose server died, waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request
-        that kills servers.
+        A request that has not reached a living server may wait for one. A request whose server died is a
+        suspect and waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that
+        kills servers.
         """
         timeout_s = min(self.config.queue_timeout, deadline - time.monotonic())
         turn = contextlib.nullcontext()
@@ -400,9 +400,9 @@ class Router:
         deadline = time.monotonic() + config.request_timeout
         headers = self.headers_for_servers(request)
         tried = []  # living servers that have seen the request
-        deaths = 0  # servers that died while they worked on it
+        deaths = 0  # servers that died while working on the request
         attempts = 0
-        answer, problem = None, "no healthy server"
+        answer, problem = None, "no server is healthy"
         session = request.headers.get("X-Session-Id", "")
         while attempts < config.max_attempts:
             worker = await self.choose(tried, deaths > 0, deadline, session)
@@ -417,7 +417,7 @@ class Router:
                 if answer.status not in FAILED:
                     worker.failed_in_a_row = 0
                     return answer
-                problem = f"{worker.url} answers {answer.status}"
+                problem = f"{worker.url} returned {answer.status}"
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{worker.url}: {error_text(error)}"
                 if self.lacks_files(error):
@@ -427,26 +427,27 @@ class Router:
                     worker.failures += 1
                     self.set_health(worker, False, problem)
                     continue  # No server has seen the request.
-                # A TimeoutError means that the request's time is over, or that `poll` found the server dead.
+                # TimeoutError: the request ran out of time, or `poll` found the server dead.
                 timed_out = isinstance(error, TimeoutError)
                 broken = not timed_out
             ended = time.monotonic()
-            # A request that runs out of time is not held against the server, because health checks find
-            # servers that hang. The clocks of asyncio and `time` differ a little.
+            # A request that runs out of time does not count against the server, because health checks find
+            # servers that hang. The clocks of asyncio and `time` differ slightly.
             if ended >= deadline - 0.01:
-                limit = f"{config.request_timeout:g} s (--request-timeout)"
+                limit = f"{config.request_timeout:g} s; raise --request-timeout"
                 return error_response(504, f"no answer within {limit}")
             attempts += 1
             worker.failures += 1
             if timed_out and worker.is_silent:
                 continue  # The server left because /health timed out, which does not count as a death.
             if worker.polls_failed or not (await self.get_health(worker))[0]:
-                self.set_health(worker, False, f"{problem}, and /health fails")
+                self.set_health(worker, False, f"{problem}, and its /health fails")
                 if worker.is_silent and not broken:
                     continue
                 deaths += 1
                 if deaths > 2 or (deaths > 1 and ended - begun < ALONE_SECONDS):
-                    return error_response(422, f"{deaths} servers died of this request (last: {problem})")
+                    text = f"the request killed {deaths} servers (last: {problem}); do not send it again"
+                    return error_response(422, text)
             else:
                 tried.append(worker)
                 worker.failed_in_a_row += 1
@@ -458,7 +459,7 @@ class Router:
         return self.unavailable(problem)
 
     def unavailable(self, problem: str) -> web.Response:
-        response = error_response(503, f"no server could answer: {problem}")
+        response = error_response(503, f"no server could answer the request: {problem}")
         response.headers["Retry-After"] = str(math.ceil(self.config.health_interval))
         return response
 
@@ -471,7 +472,7 @@ class Router:
         begun = time.monotonic()
         response = None
         url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
-        limit = asyncio.timeout(deadline - begun)  # `poll` cuts it short if the server is unhealthy.
+        limit = asyncio.timeout(deadline - begun)  # `poll` ends it early if the server is unhealthy.
         self.time_limits[worker].add(limit)
         call = self.session.request(
             request.method, url, headers=headers, data=body or None, allow_redirects=False)
@@ -518,8 +519,8 @@ class Generate:
     """A middleware for vLLM's server that answers SGLang's POST /generate by calling /v1/completions.
 
     The request is {"text" or "input_ids": one prompt or a list, "sampling_params": {"max_new_tokens": 128,
-    ...}}. The answer is {"text", "output_ids", "meta_info"}, or a list of such answers for a list of prompts.
-    Errors are passed on from /v1/completions. Not covered: streaming.
+    ...}}. The answer is {"text", "output_ids", "meta_info"}, or a list of answers for a list of prompts.
+    Errors of /v1/completions are returned unchanged. Not covered: streaming.
     """
 
     def __init__(self, app):
@@ -545,7 +546,7 @@ class Generate:
         await self.app(scope | {"path": "/v1/completions"}, receive_completion, collect)
         status = messages[0]["status"]
         body = b"".join(message.get("body", b"") for message in messages)
-        if status == 200 and body != b"null":  # vLLM answers null if the client has disconnected.
+        if status == 200 and body != b"null":  # vLLM returns null if the client has disconnected.
             answers = sglang_answers(json.loads(body))
             prompt = completion["prompt"]
             is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
@@ -556,7 +557,7 @@ class Generate:
 
 
 def completion_request(body: bytes) -> dict:
-    """Translate a request of SGLang into one for /v1/completions, or return {}, which vLLM rejects."""
+    """Translate an SGLang request into one for /v1/completions, or return {}, which vLLM rejects."""
     try:
         given = json.loads(body)
         params = {"max_new_tokens": 128} | (given.get("sampling_params") or {})
@@ -568,7 +569,7 @@ def completion_request(body: bytes) -> dict:
 
 
 def sglang_answers(completion: dict) -> list[dict]:
-    """Translate an answer of /v1/completions into answers of SGLang, one for each choice."""
+    """Translate an answer of /v1/completions into SGLang answers, one for each choice."""
     answers = []
     for choice in completion["choices"]:
         answer = {
@@ -586,7 +587,7 @@ def sglang_answers(completion: dict) -> list[dict]:
 
 
 async def serve(config: Config) -> None:
-    """Run until SIGINT or SIGTERM, then let the requests in progress finish."""
+    """Run until SIGINT or SIGTERM, then let running requests finish."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -595,7 +596,7 @@ async def serve(config: Config) -> None:
         port = await router.start()
         address = address_of(config.host, port)
         print(f"router listening at http://{address} ({len(router.workers)} servers)", flush=True)
-        gc.freeze()  # Repeated garbage collection of these objects would cost a fifth of the throughput.
+        gc.freeze()  # Repeated garbage collection of these objects costs a fifth of the throughput.
         gc.set_threshold(50_000)
         await stop.wait()
     finally:
@@ -603,7 +604,7 @@ async def serve(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    # Each running request takes two file descriptors, and the usual limit is 1,024.
+    # Each running request needs two file descriptors, and the usual limit is 1,024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

@@ -1,9 +1,10 @@
-"""Score a file of responses (rows of the schema plus `response`) and write the rows with their rewards.
+"""Score a file of responses and write its rows with their rewards.
 
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
-Each result is written to OUT.partial.jsonl immediately. A run that was killed, or stopped by
---max-no-verdict-rate, resumes with --resume and keeps the results that have a score.
+The rows have the schema of prepare_data.py and a column `response`. Each result is immediately written to
+OUT.partial.jsonl. If a run was killed or stopped by --max-no-verdict-rate, --resume keeps the results with a
+score.
 
 Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py, run_folder.py and settings.py.
 Not covered: files larger than memory (a row takes about 5 KB), length penalties.
@@ -29,7 +30,7 @@ from run_folder import averages, no_verdict_rate
 from settings import parse_command_line
 
 COLUMNS = {
-    "reward_score": pyarrow.float64(),  # Without a type, a column of None alone would get the type null.
+    "reward_score": pyarrow.float64(),  # Without a type, a column with only None would get the type null.
     "status": pyarrow.string(),
     "reward_extra_info": pyarrow.string(),
 }
@@ -37,20 +38,20 @@ COLUMNS = {
 
 @dataclasses.dataclass
 class Config(RewardOptions):
-    """Score a file of responses (rows of the schema plus `response`) with a reward function."""
-    data: Path  # Parquet or JSONL file whose rows have data_source, reward_model, extra_info and response.
-    # File to write (.jsonl, or the type of --data), with the new columns reward_score, status and
+    """Score a file of responses with a reward function."""
+    data: Path  # Parquet or JSONL file with the columns data_source, reward_model, extra_info, response.
+    # Output file (.jsonl, or .parquet if --data is) with the additional columns reward_score, status and
     # reward_extra_info (JSON).
     out: Path
-    resume: bool = False  # Resume an interrupted run: keep the results with a score and score the rest.
+    resume: bool = False  # Resume an interrupted run: keep the results that have a score, and score the rest.
 
 
 async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
-    """Ask the server at each address for its model: {name: model, or None if it does not answer yet}."""
+    """Ask the server at each address for its model. Return {name: model, or None without an answer}."""
     models = {}
     for name, address in addresses.items():
         models[name] = None
-        with contextlib.suppress(Exception):  # The server does not answer, or does not name a model.
+        with contextlib.suppress(Exception):  # The server does not answer or lists no models.
             card = await compute_score.served_model(address)
             models[name] = f"{card['id']} {card.get('root')}"  # Models with the same id differ in their root.
     await compute_score.close_session()
@@ -58,7 +59,7 @@ async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
 
 
 def is_same_run(before, header: dict) -> bool:
-    """Return whether a run with this header may keep the results of a run with the header `before`."""
+    """Return whether a run with `header` may keep the results of a run with the header `before`."""
     if not isinstance(before, dict) or before.keys() != header.keys():
         return False
     for name, model in before["models"].items():
@@ -68,18 +69,18 @@ def is_same_run(before, header: dict) -> bool:
 
 
 def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
-    """Read the results of an interrupted run from the file `partial`: {row: result}.
+    """Read the results of an interrupted run from the file `partial`, and return {row: result}.
 
-    Each start of the run adds its header to the file. Raises ValueError if the file belongs to another run.
+    Each start of a run adds its header to the file. Raises ValueError if the file belongs to another run.
     """
     if not partial.exists():
         return {}
     if not resume:
-        raise ValueError(f"{partial} is left over from an interrupted run; pass --resume or delete the file")
+        raise ValueError(f"{partial} is from an interrupted run; pass --resume or delete the file")
     done = {}
     for number, line in enumerate(partial.read_text(encoding="utf-8").split("\n")):
         entry = None
-        with contextlib.suppress(ValueError):  # The last line of a start may be truncated.
+        with contextlib.suppress(ValueError):  # The last line of each start may be truncated.
             entry = json.loads(line)
         if number == 0 or isinstance(entry, dict):
             if not is_same_run(entry, header):
@@ -92,7 +93,7 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
 
 
 def score_the_rest(options, samples, done, partial: Path, header, on_result=lambda _: None):
-    """Score the samples that `done` lacks, add them to `done` and `partial`, and return the seconds."""
+    """Score the samples that are not in `done`, add their results to `done` and `partial`; return seconds."""
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
@@ -113,7 +114,7 @@ def score_the_rest(options, samples, done, partial: Path, header, on_result=lamb
 
 
 def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
-    """Write the rows of `data` with their results to `out`, which appears only when the file is complete."""
+    """Write the rows of `data` with their results to `out`, completely or not at all."""
     added = []
     for result in results:
         info = json.dumps(result["reward_extra_info"])
@@ -134,7 +135,7 @@ def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
 
 
 def summary(results: list[dict]) -> str:
-    """Return the summary that a run prints at its end: statuses, means, and the judge's statuses."""
+    """Return the summary of a run: counts of statuses, means, and counts of the judge's statuses."""
     infos = [{"mean reward": result["reward_score"]} | result["reward_extra_info"] for result in results]
     statuses = collections.Counter(result["status"] for result in results)
     judge = collections.Counter(info.get("genrm_status") for info in infos)
@@ -148,13 +149,10 @@ def summary(results: list[dict]) -> str:
 
 
 def run(config: Config):
-    """Score the file.
-
-    Raises ValueError or OSError for wrong input, RuntimeError if too few samples have a score.
-    """
+    """Score the file. Raise ValueError or OSError for invalid input, RuntimeError for too few scores."""
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # results so far
     if config.resume and config.out.exists() and not partial.exists():
-        print(f"{config.out} is complete: nothing to do (without --resume, all rows are scored again)")
+        print(f"{config.out} is already complete; to score all rows again, run without --resume")
         return
     job = config.check_rewards()
     needed = ["data_source", "reward_model", "response"]
@@ -163,15 +161,15 @@ def run(config: Config):
         needed.append("prompt")
     rows = read_rows(config.data, needed)
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
-        raise ValueError(f"--out {config.out}: must end with .jsonl, or with .parquet if --data does")
+        raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
 
     for row in rows:
         theirs = COLUMNS.keys() & row.keys()
-        if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns was scored before.
-            raise ValueError(f"--data {config.data}: the column {min(theirs)!r} would be overwritten by a "
-                             "column of the result; rename the column")  # fmt: skip
+        if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
+            raise ValueError(f"--data {config.data}: the result would overwrite the column {min(theirs)!r}; "
+                             "rename the column")  # fmt: skip
 
-    header = {  # A run can be resumed only if these values are unchanged. The judge's address may change.
+    header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "reward_fn": config.reward_fn,
         "reward_kwargs": config.reward_kwargs,
         "genrm": list(config.genrm),
@@ -198,8 +196,8 @@ def run(config: Config):
             raise RuntimeError(f"{text}; fix the cause and pass --resume (last failure: {last})")
 
     def on_result(result):
-        if len(done) % (100 + len(rows) // 100) == 0:  # Each check reads all results, so it must be rare.
-            # Failures tend to arrive first, since a refused connection is faster than a critique.
+        if len(done) % (100 + len(rows) // 100) == 0:  # A check reads all results, so checks must be rare.
+            # Failures tend to arrive first, because a refused connection is faster than a critique.
             check(1000)
 
     seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, on_result)
@@ -212,7 +210,7 @@ def run(config: Config):
 
 
 def main() -> None:
-    """Parse the command line and run. The exit code is 2 for wrong input, 1 if the run had to stop."""
+    """Parse the command line and run. The exit code is 2 for invalid input, and 1 if the run had to stop."""
     config = parse_command_line(Config, description=__doc__.partition("Needs")[0])
     try:
         run(config)

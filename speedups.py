@@ -1,13 +1,12 @@
-"""Optimizations only: without this file, every result is the same.
+"""Optimizations that do not change any result.
 
-    shared_states   the update computes equal prompts once (20-25 % less time if answers are short)
-    make_roomy      rollouts write into a preallocated key-value cache and do not copy it (8-40 % less time)
+    shared_states   an update computes each distinct prompt once (20-25 % less time if answers are short)
+    make_roomy      rollouts write to a preallocated key-value cache instead of copying it (8-40 % less time)
     use_gqa         on a CPU, attention does not copy the keys that several query heads share
 
-causal_lm.py imports this file if it is there. When a model is loaded, check_logprobs tests whether it
-can share prompts. Not covered: compilation, custom attention kernels, packing instead of padding (which is
-slower on CPU). This file imports nothing from this repository. Tensor names end in their shapes, as in
-causal_lm.py.
+causal_lm.py imports this file if it exists. When it loads a model, check_logprobs tests whether the model can
+share prompts. Not covered: compilation, custom attention kernels, packing instead of padding (packing is
+slower on CPU). Standalone: imports nothing from this repository.
 """
 
 import torch
@@ -16,18 +15,18 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
-# Prompts are shared if they repeat at least this fraction of all tokens. Sharing needs an attention mask,
-# which costs as much as it saves if answers are long.
+# Prompts are shared if more than this fraction of all tokens is in repeated prompts. If answers are long, the
+# attention mask that sharing needs costs as much as sharing saves.
 SHARE_FROM = 0.25
 
 # ---- in the update
 
 
 def shared_states(model, body, sequences, counts, padded):
-    """Return what causal_lm.response_states does, but compute each distinct prompt only once.
+    """Return what causal_lm.response_states returns, but compute each distinct prompt only once.
 
-    All responses to a prompt use the same keys and values of this prompt, so these get the gradients of all
-    responses. Returns None if the model cannot share prompts, or if sharing would not be faster.
+    All responses to a prompt share its keys and values, which receive the gradients of all responses. Returns
+    None if the model cannot share prompts, or if sharing would not save time.
     """
     prompts = []
     responses = []
@@ -61,7 +60,7 @@ def shared_states(model, body, sequences, counts, padded):
 
 
 def worth_sharing(prompts, counts):
-    """Return whether repeated prompts have enough tokens, and some response has at least two tokens."""
+    """Return whether enough tokens are repeated, and whether a response has at least two tokens."""
     if max(counts) == 1:
         return False
     in_prompts = sum(map(len, prompts))
@@ -70,7 +69,7 @@ def worth_sharing(prompts, counts):
 
 
 def can_share_prompts(model):
-    """Return whether all layers of a model cache the keys and values of every token."""
+    """Return whether all layers of a model cache the keys and values of all tokens."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
@@ -78,23 +77,23 @@ def can_share_prompts(model):
 
 
 def make_roomy(cache):
-    """Preallocate room in the full-attention layers of an empty cache."""
+    """Preallocate buffers for the full-attention layers of an empty cache."""
     for number, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[number] = RoomyLayer()
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of a layer in buffers with spare room, which saves copying them for each token."""
+    """The keys and values of a layer, in buffers with spare room that avoid a copy for each token."""
 
     room = 32
-    front = False  # The used part of the key buffer, which `update` made `self.keys`.
+    front = False  # the used part of the key buffer; `update` sets `self.keys` to it
 
     def update(self, keys, values, *args, **kwargs):
         keys = keys.to(values.dtype)  # On a GPU, rotary embeddings return float32.
         start = self.get_seq_length()
         end = start + keys.shape[-2]
-        # If rows were selected since the last update, `self.keys` is no longer the front of the buffer.
+        # If rows were selected after the last update, `self.keys` is no longer the front of the buffer.
         if self.keys is not self.front or end > self.key_buffer.shape[-2]:
             super().update(keys, values)
             self.key_buffer = pad(self.keys, (0, 0, 0, self.room))
@@ -113,7 +112,7 @@ THEIR_USE_GQA = sdpa_attention.use_gqa_in_sdpa
 
 
 def use_gqa(mask, key, *value):
-    """Return whether attention takes shared keys without copies. On a CPU, the mask is ignored."""
+    """Return whether attention can use shared keys without copies. On a CPU, ignore the mask."""
     if key.device.type == "cpu":
         mask = None
     return THEIR_USE_GQA(mask, key, *value)

@@ -1,1 +1,1 @@
-"""A policy on many GPUs (FSDP2) and servers on other nodes, imported only by runs that need them."""
+"""A policy on many GPUs (FSDP2), and servers on other nodes. Only runs that need them import this package."""

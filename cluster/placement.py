@@ -1,4 +1,4 @@
-"""Place ranks, servers of the policy and judges in Ray, on whole GPUs or on fractions of a GPU.
+"""Place the ranks, the policy servers and the judges in Ray, on whole GPUs or on fractions of a GPU.
 
     specs = {"rank": ProcessSpec(8, cpus=0.25, gpus=0.5, apart=True), "judge": ProcessSpec(8, 0.5, gpus=0.4)}
     reservation = Reservation(specs)
@@ -20,21 +20,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genrm_server import Config, ModelServers, VllmServer, resolve_config
 
-# Each process reserves less than one CPU in Ray, so that a laptop has room for all of them.
+# Each process reserves less than one CPU in Ray, so that all processes fit on a laptop.
 RANK_CPUS = 0.25
 SERVER_CPUS = 0.5
-RESERVE_TIMEOUT = 60.0  # Seconds to wait for room in the cluster.
-SLEEPER_GPUS = 1e-4  # Servers that sleep during other work reserve Ray's smallest fraction.
+RESERVE_TIMEOUT = 60.0  # seconds to wait for free resources in the cluster
+SLEEPER_GPUS = 1e-4  # Ray's smallest fraction of a GPU, for servers that sleep during other work
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A number of equal processes, and the resources of each process."""
+    """A number of identical processes, and the resources of each process."""
 
     count: int
     cpus: float
     gpus: float = 0.0  # a fraction of one GPU, or a number of whole GPUs
-    apart: bool = False  # Processes such as ranks must not share a GPU.
+    apart: bool = False  # whether these processes (such as ranks) must not share a GPU
 
 
 def server_spec(config: Config) -> ProcessSpec:
@@ -54,7 +54,7 @@ def rank_spec(config) -> ProcessSpec:
 
 
 def process_specs(config) -> dict[str, ProcessSpec]:
-    """Return the specs of everything that a run of the trainer places in Ray, by name."""
+    """Return {name: spec} of all processes that the trainer places in Ray."""
     on_gpu = config.device == "cuda"
     specs = {"rank": rank_spec(config)}
     specs["policy server"] = server_spec(replace(config.policy_servers(), device=config.device))
@@ -65,7 +65,7 @@ def process_specs(config) -> dict[str, ProcessSpec]:
 
 
 def with_device(config: Config) -> Config:
-    """Replace the device auto by cuda if the cluster has a GPU, even if this machine has none."""
+    """Replace the device auto by cuda if the cluster has a GPU, even if this machine does not."""
     if config.device == "auto" and ray.cluster_resources().get("GPU"):
         return replace(config, device="cuda")
     return config
@@ -73,7 +73,7 @@ def with_device(config: Config) -> Config:
 
 @dataclass
 class GpuSlot:
-    """One GPU or all GPUs of a server, and the processes there. A process without a GPU has a slot with 0."""
+    """A slot for processes: one GPU, all GPUs of one server, or no GPU (for one process)."""
 
     gpus: int
     processes: dict[tuple[str, int], ProcessSpec] = field(default_factory=dict)  # by (name, number)
@@ -83,7 +83,7 @@ class GpuSlot:
         return sum(spec.gpus for spec in self.processes.values())
 
     def count(self, name: str) -> int:
-        """Return how many processes of this name the slot has."""
+        """Return the number of processes with this name."""
         return sum(other == name for other, _ in self.processes)
 
     def has_room(self, name: str, spec: ProcessSpec) -> bool:
@@ -93,10 +93,11 @@ class GpuSlot:
 
 
 def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
-    """Pack all processes onto this many GPUs. Whole-GPU processes and ranks come first, then larger shares.
+    """Pack all processes onto this many GPUs: ranks and whole-GPU processes first, then from large to small.
 
-    Each process goes to the GPU with room that has the fewest processes of its name, then to the emptiest. A
-    free GPU is used before two processes of one name share a GPU. Raises ValueError if a process has no room.
+    Among the GPUs with room, a process goes to the one with the fewest processes of its name; in a tie, to
+    the least used one. A free GPU is used before two processes of one name share a GPU. Raises ValueError if
+    a process does not fit.
     """
 
     def need(name):
@@ -117,7 +118,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [", ".join(f"{name} {number}" for name, number in slot.processes) for slot in slots]
                 raise ValueError(
-                    f"no room for {name} {number}, which needs {spec.gpus:g} of {gpus:g} GPUs, next to "
+                    f"not enough GPUs: {name} {number} needs {spec.gpus:g} of {gpus:g} GPUs, next to "
                     f"{placed}; lower a GPU share or the number of processes"
                 )
             best.processes[name, number] = spec
@@ -125,9 +126,9 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
 
 
 def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict]:
-    """Return the bundles to reserve on this many GPUs, and {(name, number): (bundle, GPUs)}.
+    """Return the bundles to reserve on this many GPUs, and {(name, number): (index of the bundle, GPUs)}.
 
-    A bundle has one GPU, or the GPUs of one server. Raises ValueError if the processes do not fit.
+    A bundle has one GPU or all GPUs of one server. Raises ValueError if the processes do not fit.
     """
     bundles = []
     placed = {}
@@ -139,23 +140,23 @@ def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict
         is_overfull = slot.gpus == 1 < slot.taken
         for process, spec in slot.processes.items():
             share = spec.gpus
-            if is_overfull:  # Leave room for sleepers, because each needs a part of its GPU in Ray.
+            if is_overfull:  # Leave room for sleeping servers: each reserves a bit of its GPU.
                 share = max(share - 0.001, SLEEPER_GPUS)
             placed[process] = index, share
     return bundles, placed
 
 
 class Reservation:
-    """Reserves room for these processes until close(), in a placement group that Ray renews if a node dies.
+    """Reserves resources for these processes until close(). If a node dies, Ray renews the placement group.
 
-    The bundles are whole GPUs, because Ray could otherwise put two ranks on one. Raises ValueError if the
-    processes do not fit on the GPUs, and RuntimeError if the cluster has no room within timeout_s seconds.
+    The bundles have whole GPUs because Ray could otherwise place two ranks on one GPU. Raises ValueError if
+    the processes do not fit on the GPUs, and RuntimeError if the resources are not free within timeout_s.
     """
 
     def __init__(self, specs: dict[str, ProcessSpec], timeout_s: float = RESERVE_TIMEOUT):
         self.specs = specs
         self.bundles, self.placed = layout(specs, ray.cluster_resources().get("GPU", 0))
-        # PACK fills one node after another. SPREAD could leave no node with enough GPUs for a large server.
+        # PACK fills one node after another. With SPREAD, no node might have enough GPUs for a large server.
         strategy = "PACK" if any("GPU" in bundle for bundle in self.bundles) else "SPREAD"
         self.group = ray.util.placement_group(self.bundles, strategy=strategy)
         try:
@@ -171,10 +172,10 @@ class Reservation:
             free = ray.available_resources()
             free = f"only {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
             wanted = f"{len(self.bundles)} bundles such as {self.bundles[-1]}"
-            raise RuntimeError(f"{names}: the Ray cluster has no room for {wanted}: {free}; add nodes")
+            raise RuntimeError(f"{names}: the Ray cluster must have {wanted}, but {free}; add nodes")
 
     def nodes(self, name: str) -> list[str]:
-        """Return the node of each process of this name."""
+        """Return the node of each process with this name."""
         node_of = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         nodes = []
         for number in range(self.specs[name].count):
@@ -183,7 +184,7 @@ class Reservation:
         return nodes
 
     def options(self, name: str, number: int) -> dict:
-        """Return the arguments of ray.remote(...).options() for this process."""
+        """Return the arguments of ray.remote(...).options() for a process."""
         bundle, gpus = self.placed[name, number]
         return dict(
             num_cpus=self.specs[name].cpus,
@@ -192,15 +193,15 @@ class Reservation:
         )
 
     def close(self) -> None:
-        """Release the room and end the remaining processes there. A second call does nothing."""
+        """Release the resources and end the processes that use them. A second call does nothing."""
         if ray.is_initialized():
             ray.util.remove_placement_group(self.group)
 
 
 def start_servers(models: dict[str, Config], reservation: Reservation) -> dict[str, list]:
-    """Start an actor for each server of these models. Ray may restart it on another node.
+    """Start an actor for each server of these models. Ray may restart an actor on another node.
 
-    The configurations come from resolve_config. The servers of a node divide its CPU cores.
+    The configurations must come from resolve_config. The servers on a node divide its CPU cores.
     """
     driver = ray.get_runtime_context().get_node_id()
     servers_on = Counter()  # by node
@@ -218,7 +219,7 @@ def start_servers(models: dict[str, Config], reservation: Reservation) -> dict[s
 
 
 def end_servers(actors: list, own_reservation: Reservation | None) -> None:
-    """End the actors of the servers, and close the reservation if it has only these servers."""
+    """End the actors of the servers, and close the reservation if it is only for them."""
     if ray.is_initialized():
         for actor in actors:
             ray.kill(actor)
@@ -229,10 +230,10 @@ def end_servers(actors: list, own_reservation: Reservation | None) -> None:
 class RewardModelManager:
     """Runs named reward models in a Ray program, with servers in actors and routers on this node.
 
-    The constructor waits until all servers are ready. In a cluster of several nodes, the routers and the
-    servers on other nodes listen on their node's address instead of 127.0.0.1. `router_addresses` maps each
-    name to "host:port". `reservation` has room for each name; by default the models reserve their own.
-    Raises what ModelServers and Reservation raise.
+    The constructor waits until all servers are ready. In a cluster of several nodes, routers and servers on
+    other nodes listen on the address of their node instead of 127.0.0.1. `router_addresses` maps each name to
+    "host:port". `reservation` has resources for each name; by default, the manager makes one. Raises the
+    errors of ModelServers and Reservation.
     """
 
     def __init__(self, models: dict[str, Config], reservation: Reservation | None = None):
@@ -255,7 +256,7 @@ class RewardModelManager:
                 reservation = self.own_reservation = Reservation(specs)
             actors = start_servers(configs, reservation)
             self.actors = sum(actors.values(), [])
-            for name, config in configs.items():  # All models start at the same time.
+            for name, config in configs.items():  # The models start concurrently.
                 self.models[name] = ModelServers(config, name, actors[name], wait=False)
             for name, servers in self.models.items():
                 servers.wait_ready()
@@ -265,7 +266,7 @@ class RewardModelManager:
             raise
 
     def sleep(self, asleep: bool = True) -> None:
-        """Release the GPU memory of all models, or with asleep=False allocate it again."""
+        """Release the GPU memory of all models, or allocate it again (asleep=False)."""
         for servers in self.models.values():
             servers.sleep(asleep)
 

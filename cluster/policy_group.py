@@ -1,11 +1,11 @@
-"""The policy on the GPUs of one or many machines: RankedPolicy actors behind the methods of a Policy.
+"""A policy on the GPUs of one or several machines: RankedPolicy actors behind the methods of a Policy.
 
-    group = PolicyGroup(config, "PATH")            # config: the trainer's, with --policy-ranks 8
-    metrics = group.update(groups, lr=1e-6)        # all ranks, each with a share of the samples
+    group = PolicyGroup(config, "PATH")            # the trainer's config with --policy-ranks 8
+    metrics = group.update(groups, lr=1e-6)        # each rank takes a share of the samples
 
-The trainer's own process keeps everything else: data, servers, rewards, logs, Ctrl-C. So it may run on a
-machine without a GPU, and it survives the death of a rank. RanksLost is then raised immediately, or, if a
-node is cut off, when Ray declares the node dead. After that, `restart` starts all ranks again.
+The trainer's process handles everything else: data, servers, rewards, logs and Ctrl-C. It can therefore run
+on a machine without a GPU, and it survives the death of a rank. RanksLost is then raised immediately or, if
+a node is unreachable, when Ray declares the node dead. `restart` starts all ranks again.
 
 Not covered: ranks that join or leave while others continue, groups of different devices.
 """
@@ -28,9 +28,9 @@ from cluster.placement import RESERVE_TIMEOUT, Reservation, rank_spec
 from cluster.ranks import RankedPolicy, Ranks
 from policy import MiniBatch, RanksLost, Sample, entropy_of, mini_batches
 
-# Seconds to wait for room in the cluster after a rank has died, because a new node may join.
+# Seconds to wait for free resources after a rank has died, because a new node may join the cluster.
 RESTART_TIMEOUT = 900.0
-# If a rank fails in a collective operation, Ray reports within this time whether another rank has died.
+# If a rank fails in a collective operation, Ray reports within this many seconds whether another rank died.
 AFTERMATH_S = 10.0
 
 
@@ -42,7 +42,7 @@ class PolicyGroup:
     Args:
         config: The trainer's configuration.
         source: A folder or hub name.
-        reservation: The reservation with room for each "rank". By default the group makes one.
+        reservation: The reservation for the processes named "rank". By default, the group makes one.
 
     Raises:
         ValueError: As in Policy.
@@ -56,7 +56,7 @@ class PolicyGroup:
         self.own_reservation = None
         self.actors = []
         self.starts = 0
-        # The number of updates of the weights, or None if an update failed in an unknown state.
+        # The number of weight updates, or None if it is unknown after a failure.
         self.num_updates = 0
         self.lock = threading.RLock()
         try:
@@ -69,8 +69,8 @@ class PolicyGroup:
         """Start all ranks with the weights in the folder `source`."""
         self.starts += 1
         self.num_updates = 0
-        config = SimpleNamespace(**dataclasses.asdict(self.config))  # The ranks need not import its class.
-        config.model = absolute(config.model)  # The ranks have another working directory.
+        config = SimpleNamespace(**dataclasses.asdict(self.config))  # Ranks need not import its class.
+        config.model = absolute(config.model)  # Ranks have another working directory.
         reservation = self.reservation
         if not reservation:
             reservation = self.own_reservation = Reservation({"rank": rank_spec(config)}, timeout_s)
@@ -79,7 +79,7 @@ class PolicyGroup:
         per_node = Counter(nodes)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         host = ray.util.get_node_ip_address()
-        # The ranks meet at a store in this process, which listens on this one address only.
+        # The ranks meet at a store in this process, which listens on this address only.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self.store = dist.TCPStore(
@@ -104,14 +104,14 @@ class PolicyGroup:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
-        """Replace all ranks by new ones with the weights in the folder `source`."""
+        """Replace all ranks by new ranks with the weights in the folder `source`."""
         with self.lock:
             self.shutdown()
             self.start(source, RESTART_TIMEOUT)
 
     def shutdown(self) -> None:
-        """End all ranks, even those that wait in a collective operation."""
-        if ray.is_initialized():  # Otherwise ray.kill would start another Ray.
+        """End all ranks, even if they are waiting in a collective operation."""
+        if ray.is_initialized():  # Otherwise ray.kill would start a new Ray cluster.
             with contextlib.suppress(ray.exceptions.RayError):
                 for actor in self.actors:
                     ray.kill(actor)
@@ -123,8 +123,8 @@ class PolicyGroup:
     def call(self, method: str, *arguments, shares: list = ()) -> list:
         """Call a method of all ranks at the same time, and return their answers.
 
-        The failure or death of a rank is noticed immediately. If `shares` is given, each rank gets its
-        element as first argument.
+        An error or death of a rank is detected immediately. The first argument of rank i is shares[i], if
+        `shares` is not empty.
         """
         with self.lock:
             if not self.actors:
@@ -146,8 +146,8 @@ class PolicyGroup:
         found = [error]
         if waiting:
             late, hanging = ray.wait(waiting, num_returns=len(waiting), timeout=AFTERMATH_S)
-            # Hanging ranks wait in a collective operation for the rank that failed. They cannot be used
-            # again, because they would mistake tensors of the next call for tensors of this one.
+            # Hanging ranks wait in a collective operation for the failed rank. They cannot be reused because
+            # they would mistake tensors of the next call for tensors of this one.
             if hanging:
                 self.shutdown()
             found += map(exception_of, late)
@@ -159,7 +159,7 @@ class PolicyGroup:
             return error.cause
         if not isinstance(error, ray.exceptions.RayActorError):
             return error
-        # The constructor failed. Ray keeps only the text of the error, whose last named line has the cause.
+        # The constructor failed. Ray keeps only the error's text; its last line with a name has the cause.
         named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
         kind, text = named[-1] if named else ("", str(error))
         if kind == "ValueError":
@@ -167,15 +167,15 @@ class PolicyGroup:
         return RuntimeError(text)
 
     def check_shared_folder(self) -> None:
-        """Raise RuntimeError if a rank's node does not see the output directory, to which all ranks write."""
+        """Raise RuntimeError if a rank cannot access the output directory, to which all ranks write."""
         path = Path(self.config.out_dir, "config.json").absolute()  # The trainer has just written it.
         text = path.read_text()
         seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)
         if not all(seen):
-            raise RuntimeError(f"--out-dir {path.parent} is not visible on all nodes; put the directory and "
+            raise RuntimeError(f"--out-dir {path.parent}: not all nodes can access the directory; put it and "
                                "the model on a shared file system")  # fmt: skip
 
-    # ---- the methods of a Policy
+    # ---- methods of a Policy
 
     def model_info(self) -> dict:
         return self.info
@@ -207,9 +207,9 @@ class PolicyGroup:
 
 
 def split(batches: list[MiniBatch], count: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch into `count` shares, one per rank, whose lengths are as equal as possible.
+    """Split each mini-batch into `count` shares of similar length, one per rank.
 
-    The samples of a share are copies with only what an update needs: rows, texts and results stay behind.
+    The samples of a share are copies without what an update does not need: rows, texts and results.
     """
     shares = [[] for _ in range(count)]
     for batch in batches:
@@ -222,14 +222,14 @@ def split(batches: list[MiniBatch], count: int) -> list[list[MiniBatch]]:
 
 
 def absolute(source: str) -> str:
-    """Return the full path of a folder, or a hub name unchanged."""
+    """Return the absolute path of a folder, or a Hub name unchanged."""
     if Path(source).exists():
         return str(Path(source).absolute())
     return source
 
 
 def exception_of(call) -> Exception | None:
-    """Return what a finished call raised, or None."""
+    """Return the error of a finished call, or None."""
     try:
         ray.get(call)
     except ray.exceptions.RayError as error:

@@ -3,12 +3,12 @@
     ranks = Ranks(rank=0, count=2, store="10.0.0.1:4711")
     policy = RankedPolicy(config, "PATH", torch.device("cuda:0"), ranks)
 
-policy_group.py starts one such process per device. All ranks make the same calls, each with its share of
-the same mini-batches, so every decision is the same on all ranks. Only tensors travel between them:
-weights are gathered layer by layer, and gradients are summed. Everything else is in policy.py.
+policy_group.py starts one such process per device. All ranks make the same calls, each with its share of the
+same mini-batches, so that all ranks make the same decisions. They exchange only tensors: weights are gathered
+layer by layer, and gradients are summed. Everything else is in policy.py.
 
 Not covered: tensor, pipeline, sequence and expert parallelism, replicas of sharded groups (HSDP),
-compilation. Ranks do not share prompts (speedups.py), because all ranks would have to agree in every pass.
+compilation, shared prompts (speedups.py), for which all ranks would have to agree in every pass.
 """
 
 import os
@@ -29,19 +29,19 @@ from cluster.weights import send
 from policy import Policy, Sample, micro_batches
 from rollout import served_weights
 
-# Time limit of a collective operation. The limit is long because it need not detect dead ranks: PolicyGroup
-# notices a dead rank immediately and ends the others.
+# Time limit of a collective operation. It is long because it need not detect dead ranks: PolicyGroup notices
+# a dead rank immediately and ends the others.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
 class RankedPolicy(Policy):
-    """A policy on one of several ranks, or on the only rank, as a Ray actor. All ranks return equal results.
+    """One rank of a policy, as a Ray actor. All ranks return the same results.
 
     Args:
         config: The trainer's configuration.
-        source: A folder or hub name.
-        device: This rank's device.
-        ranks: This rank's place among the others.
+        source: A folder or a Hub name.
+        device: The device of this rank.
+        ranks: The position of this rank among all ranks.
     """
 
     def __init__(self, config, source: str, device: torch.device, ranks: "Ranks"):
@@ -57,25 +57,25 @@ class RankedPolicy(Policy):
         ranks.join(device)
         self.is_sharded = ranks.count > 1 or config.policy_offload
         if self.is_sharded:
-            # Weights of the stored type are mapped into memory, and ranks on a node share the mapping.
+            # Weights in their stored type are mapped into memory, and ranks on a node share the mapping.
             self.load_dtype = "auto"
         super().__init__(config, source, device)
 
     def load(self, source: str):
         model = super().load(source)
         if self.is_sharded:
-            model.reshard()  # The check of log-probabilities has gathered the weights.
+            model.reshard()  # The check of log-probabilities gathered the weights.
         return model
 
     def setup_model(self, model) -> None:
-        """Shard the model before anything is copied, so that each rank reads only its rows of the files."""
+        """Shard the model before it is copied, so that each rank reads only its rows of the files."""
         if self.is_sharded:
             model.shares_prompts = False
             shard(model, self.ranks, self.config.policy_offload)
             set_dtypes(model, self.config.lora_rank, self.device.type)
         else:
             super().setup_model(model)
-        # FSDP gathers a model's weights only inside registered methods of the model.
+        # FSDP gathers the weights of a model only in registered methods of the model.
         model.logprobs_and_entropy = MethodType(logprobs_and_entropy, model)
         register_fsdp_forward_method(model, "logprobs_and_entropy")
 
@@ -86,13 +86,13 @@ class RankedPolicy(Policy):
         return self.ranks.sum(sums)
 
     def forward(self, samples: list[Sample], model=None):
-        """Compute log-probabilities as Policy does, with the same number of passes on all ranks.
+        """Compute log-probabilities like Policy, with the same number of passes on all ranks.
 
-        All ranks must take part when a pass gathers layers. So a rank with fewer micro-batches than others
-        makes extra passes on two tokens, whose gradient is 0.
+        All ranks must take part when a pass gathers layers. A rank with fewer micro-batches than other ranks
+        therefore makes extra passes on two tokens, whose gradient is 0.
         """
         num_passes = len(micro_batches([sample.length for sample in samples], self.max_tokens))
-        most_passes = self.ranks.max(num_passes)  # All ranks agree on the maximum.
+        most_passes = self.ranks.max(num_passes)
         yield from super().forward(samples, model)
         for _ in range(most_passes - num_passes):
             temperature = self.config.temperature
@@ -102,7 +102,7 @@ class RankedPolicy(Policy):
 
     def logprobs_of(self, samples: list[Sample], model=None):
         yield from super().logprobs_of(samples, model)
-        if self.is_sharded:  # Without a backward pass, FSDP keeps the embedding and the head gathered.
+        if self.is_sharded:  # Without a backward pass, FSDP does not reshard embedding and head.
             (model or self.model).reshard()
 
     def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
@@ -120,20 +120,20 @@ class RankedPolicy(Policy):
 
 @dataclass
 class Ranks:
-    """The place of this process among the ranks. By default, this process is the only rank."""
+    """The position of this process among the ranks. By default, this process is the only rank."""
 
     rank: int = 0
     count: int = 1
     store: str = ""
-    """host:port of the TCPStore where the ranks meet."""
+    """host:port of the TCPStore through which the ranks connect."""
     address: str = "127.0.0.1"
-    """Address of this node, at which the other ranks reach it."""
+    """Address of this node for the other ranks."""
     per_node: int = 1
-    """The largest number of ranks on a node."""
+    """Maximum number of ranks on a node."""
 
     def join(self, device: torch.device) -> None:
-        """Connect this rank to the others, and return when all have joined."""
-        # The groups that a device mesh creates use this default; no argument sets their time limit.
+        """Connect this rank to the others, and return when all ranks have joined."""
+        # A device mesh creates groups with this default; no argument sets their time limit.
         dist.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(self.address)
@@ -149,7 +149,7 @@ class Ranks:
         self.mesh = init_device_mesh(device.type, (self.count,))
 
     def max(self, number: int) -> int:
-        """Return the largest number of all ranks."""
+        """Return the maximum of this number over all ranks."""
         value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
@@ -165,10 +165,7 @@ class Ranks:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with this address.
-
-    By default, gloo takes the interface to which the host name resolves, which is often the loopback.
-    """
+    """Return the network interface with this address. By default, gloo often takes the loopback interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in [one.address for one in addresses]:
             return name
@@ -180,13 +177,13 @@ def shard(model, ranks: Ranks, offload: bool = False) -> None:
     """Shard each layer over the ranks, and shard embedding, final norm and head as one group.
 
     Between two passes, each rank keeps 1/count of all weights, in float32. On a GPU, layers are gathered in
-    bf16, and embedding and head in float32, because a single device does so too. Gradients are summed
-    over ranks, not averaged, because the loss already divides by the tokens of all ranks.
+    bf16, and embedding and head in float32, which are the types that a single device uses. Gradients are
+    summed over ranks, not averaged, because the loss already divides by the tokens of all ranks.
 
     Args:
-        model: The model, whose weights may still be mapped files.
+        model: The model. Its weights may still be mapped files.
         ranks: The ranks.
-        offload: Keep the shards in the host's memory.
+        offload: Whether to keep the shards in the host's memory.
     """
     options = dict(mesh=ranks.mesh, offload_policy=OffloadPolicy())
     precision = MixedPrecisionPolicy()
@@ -194,7 +191,7 @@ def shard(model, ranks: Ranks, offload: bool = False) -> None:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         if offload:
             options["offload_policy"] = CPUOffloadPolicy()
-    for layer in reversed(layers_of(model, "--policy-ranks")):  # FSDP needs inner layers before outer ones.
+    for layer in reversed(layers_of(model, "--policy-ranks")):  # inner layers before outer ones
         fully_shard(layer, mp_policy=precision, **options)
     fully_shard(model, **options)
     for module in model.modules():

@@ -1,9 +1,9 @@
-"""vLLM servers of a policy that is sharded over ranks, on the nodes where Ray places them.
+"""vLLM servers for a policy that is sharded over ranks, on the nodes where Ray places them.
 
     servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup
 
-rollout.rollout_vllm samples from these servers as from a PolicyServers. Weights travel as files (weights.py)
-from rank 0 to a folder on each node with servers, and do not pass through this process.
+rollout.rollout_vllm samples from these servers as from PolicyServers. Rank 0 sends the weights as files
+(weights.py) directly to a folder on each node with servers.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from genrm_server import Config, ModelServers, ServerSlot
 from policy import RanksLost
 from rollout import PolicyServers, WeightFolder
 
-NAME = "policy server"  # The name of these servers in a Reservation.
+NAME = "policy server"  # the name of these servers in a Reservation
 
 
 class ClusterServers(PolicyServers):
     """PolicyServers as Ray actors. `check` and `sync` raise RanksLost if the ranks with the weights died.
 
-    The servers run where the group's reservation has room for each "policy server". Without a
-    reservation of the group, the servers make one.
+    The servers run where the group's reservation places each "policy server". If the group has no
+    reservation, the servers make one.
     """
 
     actors = ()
     own_reservation = None
     lost = None
-    folders = {}  # {node: actor of the WeightFolder there}
+    folders = {}  # node -> actor of the WeightFolder there
 
     def start(self, config: Config):
         self.folders = {}
@@ -44,7 +44,7 @@ class ClusterServers(PolicyServers):
         self.service = ModelServers(config, "policy", self.actors, **hooks)
 
     def before_starting(self, slot: ServerSlot):
-        """Provide the weights on the server's node, because a restart may have moved its actor."""
+        """Provide the weights on the server's node. A restart may have moved the actor to another node."""
         starts = self.policy.starts
         try:
             self.provide_folders({ray.get(slot.server.node.remote())})
@@ -53,19 +53,19 @@ class ClusterServers(PolicyServers):
             raise
 
     def check(self):
-        """Raise RanksLost if a server waits for weights of ranks that have died."""
+        """Raise RanksLost if a server needs weights from ranks that have died."""
         super().check()
         lost, self.lost = self.lost, None
         if lost and lost[0] == self.policy.starts:  # The same ranks are still in use.
             raise lost[1]
 
     def provide_folders(self, nodes: set[str]):
-        """Make a folder with the current weights on each of these nodes that has no folder."""
+        """Make a folder with the current weights on each of these nodes that does not have one."""
         with self.folders_lock:
             new = {}
             for node in nodes - set(self.folders):
                 there = NodeAffinitySchedulingStrategy(node, soft=False)
-                retries = dict(max_restarts=-1, max_task_retries=-1)  # retry while the node lives
+                retries = dict(max_restarts=-1, max_task_retries=-1)  # retry as long as the node exists
                 actor = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=there, **retries)
                 new[node] = actor.remote(*self.contents)
             if new:

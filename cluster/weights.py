@@ -2,7 +2,7 @@
 
     gone = send(served_weights(policy, torch.bfloat16), {node: actor})     # WeightFolder actors (rollout.py)
 
-Not covered: transfer from GPU to GPU (NCCL, CUDA IPC), new weights in the middle of a response.
+Not covered: transfer from GPU to GPU (NCCL, CUDA IPC), new weights during a response.
 """
 
 import json
@@ -11,16 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import ray
 import torch
 
-PACK = 2**29  # Number of bytes that are sent as one object.
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # Names in safetensors headers.
+PACK = 2**29  # number of bytes to send as one object
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # names in safetensors headers
 
 
 def packs(weights):
     """Yield named tensors of one dtype as the contents of safetensors files, which are arrays of bytes.
 
-    Each tensor is copied only once, to its place in a buffer. The next file overwrites this buffer, so the
-    caller must have finished with a file before it asks for the next one. (safetensors.torch.save returns new
-    bytes, for which every tensor is copied twice.)
+    Each tensor is copied only once, to its place in a buffer. (safetensors.torch.save copies it twice.) The
+    next file overwrites the buffer, so the caller must finish with a file before it requests the next one.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     for tensors in portions(weights):
@@ -38,7 +37,7 @@ def packs(weights):
 
 
 def portions(weights):
-    """Yield named tensors in dictionaries of at most PACK bytes. A larger tensor has its own dictionary."""
+    """Yield named tensors in dictionaries of at most PACK bytes. A larger tensor gets its own dictionary."""
     tensors = {}
     size = 0
     for name, tensor in weights:
@@ -52,7 +51,7 @@ def portions(weights):
 
 
 def header_of(tensors: dict) -> bytearray:
-    """Return the start of a safetensors file: the length of the header in eight bytes, and the header."""
+    """Return the start of a safetensors file: eight bytes with the length of the header, and the header."""
     entries = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -66,7 +65,7 @@ def header_of(tensors: dict) -> bytearray:
 
 
 def send(weights, folders: dict) -> set:
-    """Send named tensors to folders on several nodes, while the next tensors are packed.
+    """Send named tensors to folders on several nodes while packing the next tensors.
 
     Args:
         weights: The names and tensors to send.
@@ -91,9 +90,8 @@ def send(weights, folders: dict) -> set:
 def to_all(folders: dict, method: str, *arguments) -> None:
     """Call a method of all folders. If a node no longer exists, remove its folder from `folders`.
 
-    The calls are made in waves of one, two, four ... folders. In each wave, Ray fetches an object from nodes
-    that already have it. So no node becomes a bottleneck, and the time grows with the logarithm of the number
-    of nodes.
+    The calls are made in waves of one, two, four ... folders. In each wave, Ray can fetch objects from all
+    nodes that already have them, so the time grows with the logarithm of the number of nodes.
     """
     keys = list(folders)
     done = 0

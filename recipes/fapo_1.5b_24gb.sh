@@ -4,14 +4,14 @@
 # Data: python prepare_data.py --tasks dapo aime24 --out-dir data
 #
 # Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
-#      6.24 GB  policy server: 3.55 of weights, room for 26,239 tokens (a sequence: 4,096): it fits
-#      3.84 GB  genrm: 0.99 of weights, room for 74,743 tokens (a sequence: 8,192): it fits
+#      6.24 GB  policy server: 3.55 GB of weights, room for 26,239 tokens (longest sequence: 4,096): it fits
+#      3.84 GB  genrm: 0.99 GB of weights, room for 74,743 tokens (longest sequence: 8,192): it fits
 #      3.70 GB  weights
 #      0.15 GB  gradients
 #      0.30 GB  Adam
 #      4.03 GB  update: activations of a micro-batch
 #      8.17 GB  at the peak, roughly, of 12.5 GB on each of 1 ranks, cuda: it fits
-# Disk: 5 GB in OUT (adapters, optimizer states and the final merged model), 5 GB for the models.
+# Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models.
 source "$(dirname "$0")/paths.sh"
 
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_24gb" \

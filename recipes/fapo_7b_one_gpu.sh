@@ -4,14 +4,14 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
 # Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
-#     24.00 GB  policy server: 15.23 of weights, room for 70,306 tokens (a sequence: 10,240): it fits
-#     17.60 GB  genrm: 8.04 of weights, room for 32,695 tokens (a sequence: 28,672): it fits
+#     24.00 GB  policy server: 15.23 GB of weights, room for 70,306 tokens (longest sequence: 10,240): it fits
+#     17.60 GB  genrm: 8.04 GB of weights, room for 32,695 tokens (longest sequence: 28,672): it fits
 #     17.73 GB  weights
 #      0.32 GB  gradients
 #      0.65 GB  Adam
 #      8.29 GB  update: activations of a micro-batch
 #     27.00 GB  at the peak, roughly, of 36.0 GB on each of 1 ranks, cuda: it fits
-# Disk: 19 GB in OUT (adapters, optimizer states and the final merged model), 23 GB for the models.
+# Disk: 19 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
 source "$(dirname "$0")/paths.sh"
 
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b_one_gpu" \

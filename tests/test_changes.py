@@ -241,6 +241,6 @@ def test_a_run_says_that_validation_rows_are_copies(tmp_path, capsys):
 
 def test_a_file_of_a_package_is_to_be_imported_in_a_file_of_yours(tmp_path):
     (tmp_path / "rewards.py").write_text("from ..utils import x\ndef f(**_): return 1.0\n")
-    remedy = "import the function in a file outside of its package"
+    remedy = "pass a file outside the package that imports the function"
     with pytest.raises(ValueError, match=f"relative import.*{remedy}"):
         RewardOptions(reward_fn=f"{tmp_path}/rewards.py:f").check_rewards()

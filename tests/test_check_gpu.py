@@ -96,7 +96,7 @@ def test_a_sampler_that_ignores_what_it_is_told_is_seen(work):
 @pytest.mark.parametrize("tokens, holds", [("1,000", True), ("790", False), ("1,260", False)])
 def test_room_for_keys_and_values_beside_the_plan(tokens, holds):
     log = f"... GPU KV cache size: 5 tokens\n... GPU KV cache size: {tokens} tokens\n"
-    ((what, found, figure),) = check_gpu.room_row(log, "1.0 GB: room for 1,000 tokens (a sequence: 9)")
+    ((what, found, figure),) = check_gpu.room_row(log, "1.0 GB: room for 1,000 tokens (longest sequence: 9)")
     assert found is holds and figure.startswith(f"{tokens} tokens, ")
     assert list(check_gpu.room_row("", "room for 1,000 tokens")) == []
 

@@ -841,7 +841,7 @@ def test_a_judge_that_fails_for_a_while_is_waited_for():
     judge = Judge(503)
     result = score_with(judge, genrm_timeout_s=1.5)
     assert (result["score"], result["genrm_status"]) == (None, "timeout") and len(judge.requests) > 4
-    assert "within 1.5 s (last failure: " in result["genrm_error"] and "503" in result["genrm_error"]
+    assert "within 1.5 s (last error: " in result["genrm_error"] and "503" in result["genrm_error"]
     assert "no luck" in result["genrm_error"]
 
 
@@ -854,7 +854,7 @@ def test_what_would_be_refused_again_ends_at_once(status):
 
 
 def test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again():
-    judge = Judge((422, {}, "2 servers died of this request"), "\\boxed{-1}")
+    judge = Judge((422, {}, "the request killed 2 servers"), "\\boxed{-1}")
 
     async def all_of_a_group():
         async with judge.running():
@@ -915,7 +915,7 @@ def test_a_judge_that_is_not_there():
             await scores.close_session()
 
     (status, text, _), (bad_status, bad_text, _) = asyncio.run(main())
-    assert status == "timeout" and "last failure: ClientConnectorError" in text
+    assert status == "timeout" and "last error: ClientConnectorError" in text
     assert bad_status == "http_error" and "InvalidUrl" in bad_text
 
 

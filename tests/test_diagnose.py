@@ -229,7 +229,7 @@ def test_the_command_says_it_of_a_folder(tmp_path):
     assert code == 0 and out.startswith("learning-rate-too-low, steps 5-10: actor/approx_kl ")
     assert "ten times" in out
     code, out, _ = command(write(tmp_path / "good", lines_of(GOOD["rule"])))
-    assert (code, out) == (0, "no finding\n")
+    assert (code, out) == (0, "no findings\n")
 
 
 def test_bad_folders_are_refused_in_one_line(tmp_path):

@@ -156,7 +156,7 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     assert ["math", "3", "100.0", "50.0", "66.7"] in lines
     assert ["average", "F1:", "66.7"] in lines
     assert ["5", "100.0", "100.0", "100.0"] in lines  # 2 flawed, both found
-    assert "requests: {'ok': 18}; 16.7% of the critiques name no paragraph" in report(rows)
+    assert "requests: {'ok': 18}; 16.7% of the critiques have no valid index" in report(rows)
     assert "INCOMPLETE" not in report(rows)
 
 
@@ -167,7 +167,7 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     rows = run(Judge(lambda request: 400 if problem_of(request) in (1, 4) else answer(request)), config)
     assert [row["prediction"] for row in rows] == [-1, None, 2, -1, None, None]
     text = report(rows)
-    assert "INCOMPLETE: 4 requests failed, one with: ClientResponseError: 400" in text and "no luck" in text
+    assert "INCOMPLETE: 4 requests failed (the first: ClientResponseError: 400" in text and "no luck" in text
     assert "requests: {'ok': 8, 'http_error': 4}" in text
     assert [line.split()[1] for line in text.splitlines()[1:3]] == ["2", "2"]  # of three rows each
 
@@ -275,7 +275,8 @@ def test_what_changes_no_answer_throws_none_away(bench, tmp_path):
 def test_limit_and_bad_files(bench, tmp_path):
     assert len(read_judge_rows(bench, limit=2)) == 2
     prepare(DataConfig(tasks=["aime25"], source_dir=REPO / "tests" / "data", out_dir=tmp_path))
-    with pytest.raises(ValueError, match="aime25_test.parquet, row 0: not a judge row"):
+    message = "aime25_test.parquet, row 0: ability is 'Math'; judge rows have 'math_critic'"
+    with pytest.raises(ValueError, match=message):
         read_judge_rows(tmp_path / "aime25_test.parquet")
 
 
@@ -338,7 +339,7 @@ def test_command_line(bench, tmp_path):
         return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
 
     code, out, err = asyncio.run(main())
-    assert code == 2 and err.startswith("error: --router-address") and "names no model" in err
+    assert code == 2 and err.startswith("error: --router-address") and "does not name its model" in err
     rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
     assert rows[1]["critiques"] == [

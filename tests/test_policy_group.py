@@ -211,7 +211,7 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "RESERVE_TIMEOUT", 1.0)
-    with pytest.raises(RuntimeError, match="rank: the Ray cluster has no room for 500 bundles"):
+    with pytest.raises(RuntimeError, match="rank: the Ray cluster must have 500 bundles"):
         group_of(500)
 
 
@@ -354,7 +354,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     monkeypatch.setattr(weights_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
-    with pytest.raises(RuntimeError, match="server 0 failed .*: there is no CPU core 99 here"):
+    with pytest.raises(RuntimeError, match="server 0 failed .*: CPU core 99 is not available"):
         ClusterServers(sender, tokenizer, Config(model="", cpus="99", log_dir=stand_in.parent / "logs"))
     servers = ClusterServers(
         sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs")

@@ -312,18 +312,18 @@ def test_hub(tmp_path, monkeypatch):
     # one of two splits is not all that was asked for
     (tmp_path / "hub/main/test-00000-of-00001.parquet").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path / "hub"))
-    with pytest.raises(OSError, match=r"--tasks: openai/gsm8k: no file matches main/test"):
+    with pytest.raises(OSError, match=r"--tasks gsm8k: openai/gsm8k has no file that matches main/test"):
         prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "half"))
     assert (tmp_path / "half/gsm8k_train.parquet").is_file()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     # all goes on with the others
-    with pytest.raises(OSError, match=r"--tasks: .*gpqa: cannot be fetched.*MATH-500: no file matches"):
+    with pytest.raises(OSError, match=r"gpqa: cannot download .*gpqa .*MATH-500 has no file that matches"):
         prepare(Config(tasks=["all"], out_dir=tmp_path / "all"))
     assert {path.name for path in (tmp_path / "all").iterdir()} == {
         "gsm8k_train.parquet",
         "gsm8k_test.parquet",
     }
-    with pytest.raises(OSError, match="no file matches test.jsonl"):
+    with pytest.raises(OSError, match="has no file that matches test.jsonl"):
         prepare(Config(tasks=["math500"], out_dir=tmp_path / "out"))
 
 
@@ -336,12 +336,12 @@ def test_hub(tmp_path, monkeypatch):
         (
             "math500.jsonl",
             {"query": "?", "answer": "1"},
-            r"math500.jsonl, row 0: no value in column problem, .* columns are query, answer",
+            r"math500.jsonl, row 0: missing or empty column: problem or .* columns are query, answer",
         ),
         (
             "math500.jsonl",
             {"problem": "?", "answer": ""},
-            r"math500.jsonl, row 0: no value in column answer, .* columns are problem, answer",
+            r"math500.jsonl, row 0: missing or empty column: answer or .* columns are problem, answer",
         ),
         (  # messages where a text is expected
             "math500.jsonl",
@@ -351,38 +351,38 @@ def test_hub(tmp_path, monkeypatch):
         (
             "gsm8k_test.jsonl",
             {"question": "?", "answer": "so 5"},
-            r"gsm8k_test.jsonl, row 0: column 'answer' has no '####'",
+            r"gsm8k_test.jsonl, row 0: column 'answer' ends in 'so 5'; it must end in '#### ANSWER'",
         ),
         (
             "aime24.jsonl",
             {"problem": "?", "answer": "1/2"},
             r"aime24.jsonl, row 0: column 'answer.*' is '1/2'",
         ),
-        ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, "in column Incorrect Answer 1"),
+        ("gpqa-diamond.jsonl", {"Question": "?", "Correct Answer": "1"}, "empty column: Incorrect Answer 1"),
         (
             "fapo_critic.jsonl",
             {"prompt": [{"role": "user", "content": "?"}]},
-            r"critic.jsonl, row 0: no value in column reward_model",
+            r"critic.jsonl, row 0: missing or empty column: reward_model",
         ),
         (
             "fapo_critic.jsonl",
             {"prompt": [{}], "reward_model": {"ground_truth": 0}, "extra_info": {"index": 1}},
-            r"critic.jsonl, row 0: no value in column data_source",
+            r"critic.jsonl, row 0: missing or empty column: data_source",
         ),
         (
             "processbench.jsonl",
             {"problem": "?", "steps": "['a', 'b']", "label": 1, "id": "math-0", "final_answer_correct": True},
-            r"processbench.jsonl, row 0: column 'steps' is .*expected a list",
+            r"processbench.jsonl, row 0: column 'steps' is .*must be a list",
         ),
         (
             "processbench.jsonl",
             {"problem": "?", "steps": [None], "label": 0, "id": "math-0", "final_answer_correct": True},
-            r"processbench.jsonl, row 0: column 'steps' is .*expected a list",
+            r"processbench.jsonl, row 0: column 'steps' is .*must be a list",
         ),
         (
             "processbench.jsonl",
             {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
-            r"processbench.jsonl, row 0: reward_model.ground_truth is 1, .*total_steps is 1; expected",
+            r"processbench.jsonl, row 0: reward_model.ground_truth is 1, .*total_steps is 1; .* must be",
         ),
     ],
 )
@@ -419,16 +419,16 @@ def test_the_answer_is_taken_and_not_the_worked_solution(tmp_path, columns, over
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"answer": ["2"]}, r"is \['2'\]; expected one string or one number"),
-        ({"final_answer": ["2", "3"]}, r"is \['2', '3'\]; expected one string or one number"),
-        ({"answer": {"value": 2}}, "expected one string or one number"),
-        ({"answer": True}, "is True; expected one string or one number"),
-        ({"answer": float("nan")}, "no value in column answer, "),
-        ({"answer": " \n"}, "no value in column answer, "),
-        ({"answer": None, "solution": "so 2"}, "no value in column answer, "),
+        ({"answer": ["2"]}, r"is \['2'\]; it must be a string or a number"),
+        ({"final_answer": ["2", "3"]}, r"is \['2', '3'\]; it must be a string or a number"),
+        ({"answer": {"value": 2}}, "it must be a string or a number"),
+        ({"answer": True}, "is True; it must be a string or a number"),
+        ({"answer": float("nan")}, "missing or empty column: answer or "),
+        ({"answer": " \n"}, "missing or empty column: answer or "),
+        ({"answer": None, "solution": "so 2"}, "missing or empty column: answer or "),
         ({"answer": "9" * 293}, "has 293 characters, but only the last 300"),
-        ({"solution": WORKED}, "holds a worked solution"),
-        ({"solution": "So it is $\\boxed{2}$."}, "holds a worked solution"),
+        ({"solution": WORKED}, "is a worked solution"),
+        ({"solution": "So it is $\\boxed{2}$."}, "is a worked solution"),
         ({"solution": "We add. " * 40}, "characters, but only the last 300"),
     ],
 )
@@ -442,13 +442,13 @@ def test_a_truth_that_is_not_one_answer_is_named(tmp_path, columns, message):
 
 def test_nothing_after_the_mark_of_gsm8k_is_no_answer(tmp_path):
     write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+1?", "answer": "It is two. #### "}])
-    with pytest.raises(ValueError, match="row 0: column 'answer' has nothing after its last '####'"):
+    with pytest.raises(ValueError, match="row 0: column 'answer' ends in '####'; it must end in '#### A"):
         prepare(Config(tasks=["gsm8k"], source_dir=tmp_path, out_dir=tmp_path / "out"))
 
 
 def test_an_object_over_several_lines_that_is_torn_is_named(tmp_path):
     (tmp_path / "a.json").write_text('{\n "a": 1\n}\n{\n "a": \n}\n')
-    with pytest.raises(ValueError, match="a.json, object 1: not a readable .json file"):
+    with pytest.raises(ValueError, match="a.json, object 1: cannot be read as a .json file"):
         read_rows(tmp_path / "a.json")
 
 
@@ -458,7 +458,7 @@ def test_files_that_are_not_what_they_say(tmp_path):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
     (tmp_path / "math500.jsonl").unlink()
     (tmp_path / "math500.csv").write_text("problem,answer\n" + "x" * 140_000 + ",1\n")
-    with pytest.raises(ValueError, match="math500.csv: not a readable .csv file: field larger"):
+    with pytest.raises(ValueError, match="math500.csv: cannot be read as a .csv file: field larger"):
         prepare(Config(tasks=["math500"], source_dir=tmp_path, out_dir=tmp_path / "out"))
     (tmp_path / "math500.csv").write_text("")
     with pytest.raises(ValueError, match="math500.csv: the file has no rows"):
@@ -468,17 +468,21 @@ def test_files_that_are_not_what_they_say(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl, line 3: not a readable .jsonl file"),
-        ("a.jsonl", "5\n", "a.jsonl, line 1: not a readable .jsonl file"),
-        ("a.json", "[1", "a.json: not a readable .json file"),
-        ("a.parquet", "PAR1", "a.parquet: not a readable .parquet file"),
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl, line 3: cannot be read as a .jsonl file"),
+        ("a.jsonl", "5\n", "a.jsonl, line 1: cannot be read as a .jsonl file"),
+        ("a.json", "[1", "a.json: cannot be read as a .json file"),
+        ("a.parquet", "PAR1", "a.parquet: cannot be read as a .parquet file"),
         ("a.txt", "", "a.txt: the name must end in .parquet, .jsonl"),
         ("a.jsonl", "\n", "a.jsonl: the file has no rows"),
-        ("a.jsonl", '{"reward_model": {}}', "a.jsonl, row 0: no column 'data_source' among reward_model"),
+        (
+            "a.jsonl",
+            '{"reward_model": {}}',
+            "a.jsonl, row 0: the column 'data_source' is missing; the row has only reward_model",
+        ),
         (
             "a.jsonl",
             '{"data_source": "x", "reward_model": "5"}',
-            "a.jsonl, row 0: reward_model is '5'; add a ground_truth",
+            "a.jsonl, row 0: reward_model is '5'; it needs a ground_truth",
         ),
         (
             "a.jsonl",
@@ -488,7 +492,7 @@ def test_files_that_are_not_what_they_say(tmp_path):
         (
             "a.jsonl",
             '{"data_source": "x", "reward_model": {"ground_truth": NaN}}',
-            "a.jsonl, row 0: reward_model is {'ground_truth': nan}; add a ground_truth",
+            "a.jsonl, row 0: reward_model is {'ground_truth': nan}; it needs a ground_truth",
         ),
     ],
 )
@@ -496,7 +500,7 @@ def test_what_is_wrong_with_a_file_of_rows(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, ["data_source", "reward_model"])
-    with pytest.raises(ValueError, match="nowhere.jsonl: no such file"):
+    with pytest.raises(ValueError, match="nowhere.jsonl: the file does not exist"):
         read_rows(tmp_path / "nowhere.jsonl")
 
 
@@ -537,15 +541,21 @@ def edited(row: dict, field: str, value: object) -> dict:
 def test_validate_rows(real, file, field, value):
     row = real[f"{file}.parquet"][0]
     validate_rows([row], "s")
-    with pytest.raises(ValueError, match=r"^s, row 1: reward_model.ground_truth is .*total_steps.*expected"):
+    with pytest.raises(ValueError, match=r"^s, row 1: reward_model.ground_truth is .*total_steps.*must be"):
         validate_rows([row, edited(row, field, value)], "s")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": ["gpqa"]}, r"--tasks: no file in .* has a name like gpqa-diamond\* \(split test\)$"),
-        ({"tasks": ["aime24"], "source_dir": Path("/nowhere")}, "--source-dir: /nowhere is not a directory"),
+        (
+            {"tasks": ["gpqa"]},
+            r"--source-dir .*: there is no file for gpqa-diamond \(split test\); add .* with gpqa-diamond$",
+        ),
+        (
+            {"tasks": ["aime24"], "source_dir": Path("/nowhere")},
+            "--source-dir /nowhere: must be an existing directory",
+        ),
     ],
 )
 def test_bad_settings(tmp_path, settings, message):
@@ -559,7 +569,7 @@ def test_all_skips_no_file_that_is_damaged_and_none_that_cannot_be_written(tmp_p
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math500.parquet")
     whole = (tmp_path / "math500.parquet").read_bytes()
     (tmp_path / "math500.parquet").write_bytes(whole[:40] + b"\xff" * 40 + whole[80:])
-    with pytest.raises(ValueError, match=r"math500.parquet: not a readable .parquet file: Corrupt"):
+    with pytest.raises(ValueError, match=r"math500.parquet: cannot be read as a .parquet file: Corrupt"):
         prepare(Config(tasks=["all"], source_dir=tmp_path, out_dir=tmp_path / "out"))
     (tmp_path / "math500.parquet").write_bytes(whole)
     (tmp_path / "out/math500_test.parquet").mkdir()
@@ -587,7 +597,7 @@ def test_command_line(tmp_path):
     result = run("--tasks", "gpqa", "--out-dir", str(tmp_path), "--source-dir", str(DATA))
     assert (
         result.returncode == 2
-        and result.stderr.startswith("error: --tasks: no file in ")
+        and result.stderr.startswith("error: --source-dir ")
         and result.stderr.count("\n") == 1
     )
     assert run("--tasks", "nonsense").returncode == 2

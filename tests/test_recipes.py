@@ -142,7 +142,7 @@ def test_a_plan_for_two_nodes_keeps_each_server_on_one_of_them(shapes):
     on = dict(re.findall(r"^(node \d, 4 GPUs): (.*)", text, re.M))
     held = sorted(", ".join(on.values()).split(", "))
     assert held == ["policy server 0 (2 GPUs)", "policy server 1 (2 GPUs)", "rank 0", "rank 1"]
-    with pytest.raises(ValueError, match="--gpus 3 3 2: no node has 4 GPUs left"):
+    with pytest.raises(ValueError, match="--gpus 3 3 2: no node has 4 free GPUs"):
         plan_of(shapes, "--rollout-tensor-parallel", "4", "--gpus", "3", "3", "2")
 
 
@@ -151,7 +151,7 @@ def test_a_plan_says_when_heads_cannot_be_split_over_the_gpus(shapes, gpus, fits
     text = plan_of(shapes, "--rollout-tensor-parallel", str(gpus), "--gpus", str(gpus + 1))
     (line,) = re.findall("policy server: .*", text)
     assert line.endswith("it fits") == fits
-    assert (f"vLLM cannot split its 28 attention heads over {gpus} GPUs; take fewer" in line) != fits
+    assert (f"vLLM cannot split 28 attention heads over {gpus} GPUs; use fewer" in line) != fits
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_judge_of_a_family_that_cannot_be_counted_is_unknown_and_not_too_large
     gb, policy, _ = ONE_GPU["fapo_7b_one_gpu"]
     ((_, arguments),) = commands((ROOT / "recipes/fapo_7b_one_gpu.sh").read_text())
     (line,) = [line for line in plan(arguments, gb, shapes / policy, tmp_path) if "genrm" in line]
-    assert line.endswith(" GB  genrm: what it takes is unknown")
+    assert line.endswith(" GB  genrm: its memory use is unknown")
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
     shares = ["--policy-gpu-share", "0.6", "--rollout-gpu-share", "0.3", "--gradient-checkpointing"]
     arguments = ["--train-file", "t", "--out-dir", "o", *shares]
     for more, expected in (
-        ([], "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"),
+        ([], "too little for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"),
         (
             ["--lora-rank", "32", "--max-tokens-per-micro-batch", "65536"],
             "too little; lower --max-tokens-per-micro-batch",
@@ -225,7 +225,7 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     assert set(line.split(", ")) == shared
     assert re.search("22.08 GB  policy server: .*it fits\n +9.60 GB  genrm: .*it fits\n", said.out)
     assert "of 12.0 GB on each of 2 ranks, cuda: it fits" in said.out
-    assert said.err.startswith("error: no room for ") and said.err.count("\n") == 1
+    assert said.err.startswith("error: not enough GPUs: ") and said.err.count("\n") == 1
 
 
 def test_the_papers_settings_are_the_trainers_defaults():

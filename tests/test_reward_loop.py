@@ -254,7 +254,7 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
 def test_names_of_several_models():
     assert reward_loop.named("genrm", ("./a=b", "rm=c=d")) == {"genrm": "./a=b", "rm": "c=d"}
     for twice in (("rm=a", "rm=b"), ("a", "b")):
-        with pytest.raises(ValueError, match="two models are named"):
+        with pytest.raises(ValueError, match="another model has this name"):
             reward_loop.named("genrm", twice)
 
 
@@ -361,8 +361,8 @@ def test_what_python_cannot_read_back_costs_its_own_sample(start):
     responses = ["one", "digits", "one", "depth", "one"]
     results = start(f"{FAULTS}:lifts_limits").score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok", "error", "ok", "error", "ok"]
-    assert "cannot be read: ValueError" in results[1]["reward_extra_info"]["error"]
-    assert "cannot be read: RecursionError" in results[3]["reward_extra_info"]["error"]
+    assert "cannot be parsed: ValueError" in results[1]["reward_extra_info"]["error"]
+    assert "cannot be parsed: RecursionError" in results[3]["reward_extra_info"]["error"]
 
 
 def test_a_function_gets_the_columns_that_it_names(shared):
@@ -740,13 +740,13 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             {"reward_fn": f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"},
             "missing .* 'reward_router_address'",
         ),
-        ({"router_address": ("127.0.0.1:1",)}, "needs a function"),
+        ({"router_address": ("127.0.0.1:1",)}, "--reward-fn: the default does not query"),
         ({"router_address": ("127.0.0.1:1",), "reward_model_task": ("classify",)}, "reward-model-tokenizer"),
         ({"num_workers": -1}, "--num-workers -1: must be at least 0"),
         ({"max_no_verdict_rate": -0.1}, "--max-no-verdict-rate -0.1"),
         ({"router_address": ("http://h:1",)}, "host:port"),
         ({"router_address": ("h:1",), "genrm": ("a/b",)}, "pass only one"),
-        ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one for each"),
+        ({"router_address": ("a=h:1", "b=h:2"), "reward_model_task": ("generate",) * 3}, "one per reward"),
         (
             {"genrm": ("./nothing",), "reward_fn": f"{FAULTS}:sync_fault"},
             "--genrm ./nothing: must be a folder with config.json",
@@ -760,12 +760,12 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             {"genrm": ("a/b",), "genrm_gpu_share": 0.5, "genrm_tensor_parallel": 2},
             "^--genrm-gpu-share 0.5: a server with several GPUs",
         ),
-        ({"genrm_servers": 2}, "--genrm-servers 2 has no effect without --genrm"),
-        ({"genrm_gpu_share": 0.5}, "--genrm-gpu-share 0.5 has no effect without --genrm"),
-        ({"genrm_cpus": "0"}, "--genrm-cpus 0 has no effect without --genrm"),
-        ({"genrm_vllm_args": "--x"}, "--genrm-vllm-args --x has no effect without --genrm"),
+        ({"genrm_servers": 2}, "--genrm-servers 2: has no effect without --genrm"),
+        ({"genrm_gpu_share": 0.5}, "--genrm-gpu-share 0.5: has no effect without --genrm"),
+        ({"genrm_cpus": "0"}, "--genrm-cpus 0: has no effect without --genrm"),
+        ({"genrm_vllm_args": "--x"}, "--genrm-vllm-args --x: has no effect without --genrm"),
         # a classifier that nobody starts: the rule must not score in its place
-        ({"reward_model_task": ("classify",)}, "discriminative .* needs .* --reward-model-tokenizer"),
+        ({"reward_model_task": ("classify",)}, "-task classify: .* needs .* --reward-model-tokenizer"),
         (
             {"reward_model_task": ("classify",), "reward_model_tokenizer": "t"},
             "missing .* 'reward_router_address'.*; pass .* a reward model",
@@ -1184,7 +1184,7 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
     results = manager.score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok"] * 10 + ["timeout"] + ["ok"] * 10
     assert "the grading process was killed" in results[10]["reward_extra_info"]["error"]
-    assert "is silent: an async reward function blocks" in caplog.text
+    assert "does not respond: its async reward function blocks" in caplog.text
 
 
 @pytest.mark.slow
@@ -1193,7 +1193,7 @@ def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
     manager = start(f"{FAULTS}:blocks", timeout=6.0)
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-4"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12
-    assert "is silent: an async reward function blocks" in caplog.text
+    assert "does not respond: its async reward function blocks" in caplog.text
 
 
 def run_script(body, **environment):

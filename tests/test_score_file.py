@@ -55,15 +55,15 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     write_jsonl(tmp_path / "status.jsonl", [sample("one"), sample("one", status="reviewed")])
     out = tmp_path / "out.jsonl"
     cases = [  # in this process, as Ray need not start
-        (dict(data=tmp_path / "none.jsonl", out=out), "no such file"),
-        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: no column 'response'"),
+        (dict(data=tmp_path / "none.jsonl", out=out), "the file does not exist"),
+        (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: the column 'response' is missing"),
         (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
         (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
-        (dict(data=tmp_path / "status.jsonl", out=out), "the column 'status' would be overwritten"),
-        (dict(data=good, out=tmp_path / "out.csv"), "must end with .jsonl"),
-        (dict(data=good, out=tmp_path / "out.parquet"), "or with .parquet if --data does"),
+        (dict(data=tmp_path / "status.jsonl", out=out), "the result would overwrite the column 'status'"),
+        (dict(data=good, out=tmp_path / "out.csv"), "must end in .jsonl"),
+        (dict(data=good, out=tmp_path / "out.parquet"), "or in .parquet if --data does"),
         (dict(data=good, out=out, reward_kwargs="{"), "must be a JSON object"),
         (dict(data=good, out=out, reward_kwargs="[]"), "must be a JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
@@ -248,7 +248,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     assert sorted(calls.read_text().splitlines()) == ["a b"] * 2 + ["none"] * 2 + ["raise"] * 2
     calls.unlink()
     write_jsonl(data, [{name: row[name] for name in row if name != "prompt"} for row in rows])
-    with pytest.raises(ValueError, match="row 0: no column 'prompt'"):
+    with pytest.raises(ValueError, match="row 0: the column 'prompt' is missing"):
         score_file.run(config)
 
 
@@ -276,7 +276,7 @@ def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
     config.out.write_text("all that was scored")
     score_file.run(dataclasses.replace(config, resume=True))
     said = capsys.readouterr().out
-    assert f"{config.out} is complete" in said and "scored 1" not in said
+    assert f"{config.out} is already complete" in said and "scored 1" not in said
     assert config.out.read_text() == "all that was scored"
 
 

@@ -163,7 +163,7 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     (data,) = data_of(view_run.write_page([run]))["runs"]
     assert [len(group["samples"]) for group in data["groups"]] == [2, 1]
     assert data["metrics"] == {} and data["notes"] == [
-        "run: torn lines were left out (the run goes on, or was killed)"
+        "run: incomplete lines were skipped (the run is in progress or was killed)"
     ]
     fresh = write_run(tmp_path / "fresh", [], metrics=[])
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == [
@@ -189,7 +189,7 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
         (100, 0),
         (200, 0),
     }
-    assert data["notes"][0].startswith("run: samples of one step in 4 (--max-mb shows more, ")
+    assert data["notes"][0].startswith("run: samples of only one step in 4 (raise --max-mb for more; ")
     assert len(data["metrics"]["a"]) == 5001
     assert len(data_of(view_run.write_page([run], max_mb=20))["runs"][0]["groups"]) == 209
 
@@ -221,7 +221,7 @@ def test_runs_are_found_and_named_and_what_is_none_is_refused(tmp_path):
     )
     assert [run["name"] for run in data["runs"]] == ["a/baseline", "a/fapo", "b/fapo"]
     assert not (tmp_path / "a/report.html").exists()
-    with pytest.raises(ValueError, match="folders: .*page.html holds no run"):
+    with pytest.raises(ValueError, match=".*page.html: contains no run"):
         view_run.write_page([tmp_path / "page.html"])
 
 
@@ -651,7 +651,7 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetched(address + path, **headers)
         assert refused.value.code == code
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(ValueError, match="contains no run"):
         view_run.start_server([run / "checkpoints"])
 
 

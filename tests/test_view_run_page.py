@@ -355,7 +355,7 @@ def test_a_page_of_20_000_samples_stays_below_12_mb(tmp_path):
     (data,) = data_of(page)["runs"]
     steps = {group["step"] for group in data["groups"] if group["split"] == "train"}
     assert {1, 2500} <= steps and len(data["metrics"]["metric/0"]) == 2501
-    assert re.match(r"run: samples of one step in \d \(--max-mb shows more, ", data["notes"][0])
+    assert re.match(r"run: samples of only one step in \d \(raise --max-mb for more; ", data["notes"][0])
 
 
 def test_many_evaluations_are_thinned_but_for_the_first_and_the_last(tmp_path):

@@ -1,1 +1,1 @@
-"""Tools to view and diagnose a run, evaluate a judge, merge adapters and plan a run: python -m tools.NAME"""
+"""Tools to view, diagnose and plan runs, evaluate judges and merge adapters: python -m tools.NAME"""

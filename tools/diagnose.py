@@ -1,16 +1,15 @@
-"""Find out why a run does not learn: each finding has a name, its steps, numbers as evidence, and a remedy.
+"""Find out why a run does not learn. Each finding has a name, the affected steps, evidence and a remedy.
 
     python -m tools.diagnose outputs/RUN    # a run that is in progress or has ended
 
-The trainer prints a finding when it first appears, and the page of a run (tools/view_run.py) lists them all.
-RULES is the table of findings: a rule holds if all its conditions held in that many steps in a row. The
-conditions are about metrics (docs/glossary.md) and about the numbers of `derived_numbers`; a condition on a
-number that is missing does not hold. To add a rule, add a row. docs/troubleshooting.md explains each finding.
+The trainer prints a finding when it first appears, and report.html (tools/view_run.py) lists all findings.
+RULES is the table of findings. A rule holds if all its conditions hold in the given number of consecutive
+steps. Conditions are about metrics (docs/glossary.md) and the numbers of `derived_numbers`; a condition on a
+missing number does not hold. To add a rule, add a row. docs/troubleshooting.md explains each finding.
 
-The bounds are chosen such that no finding appears in the runs of docs/evidence/runs.jsonl and
-tests/data/good_runs.json that learn from rewards. (Distillation has no rewards, so `no-learning-signal`
-appears there.) Not covered: faults that only a comparison with another run or a new metric could show. This
-file imports run_folder.py.
+The bounds are chosen so that no run in docs/evidence/runs.jsonl and tests/data/good_runs.json that learns
+from rewards has a finding. (Distillation has no rewards, so it has `no-learning-signal`.) Not covered: faults
+that can be seen only by comparison with another run or with a new metric. Needs run_folder.py.
 """
 
 import sys
@@ -23,92 +22,92 @@ import tyro
 
 from run_folder import read_lines
 
-RECENT = 10  # a finding at a step uses the samples of this many steps
+RECENT = 10  # number of steps whose samples a finding uses
 SIGNS = {"<": lt, ">": gt}
 SINCE_START = {"accuracy": "reward/acc", "length": "response_length/mean", "entropy": "actor/entropy",
                "calls": "rollout/answered_turns"}  # fmt: skip
 
-# (name, steps in a row, conditions on each of these steps, remedy). Causes come before their consequences.
+# (name, number of consecutive steps, conditions on each step, remedy). Causes come before consequences.
 RULES = [
-    # The entropy of text is 0.1 to 1.5 nats per token; with random weights it is ln(vocabulary size).
+    # Text has an entropy of 0.1 to 1.5 nats per token; random weights have ln(vocabulary size).
     ("untrained-weights", 3, ["actor/entropy > 3"],
-     "check --model: are these the trained weights, and are they complete?"),
+     "check that --model has trained weights and that they are complete"),
     ("empty-responses", 3, ["response_length/mean < 4"],
      "check that the chat template and the end token belong to this model"),
     # The responses contain an answer and continue after it.
     ("missing-end-token", 3, ["response_length/clipped > 0.9", "without_answer < 0.5"],
      "check the chat template and the end tokens in generation_config.json"),
-    # For long answers, truncation of a tenth of the samples is usual.
+    # With long answers, it is normal that a tenth of the samples is truncated.
     ("truncation", 3, ["response_length/clipped > 0.3", "without_answer > 0.3"],
      "raise --max-response-length; if the responses ramble, check the chat template"),
-    # A base model forgets the box. It learns the box if some samples have one or if the format is rewarded.
+    # Base models forget the box. They learn to use it if some samples have it or if the format is rewarded.
     ("no-answer", 3, ["without_answer > 0.8", "reward/groups_with_spread < 0.2"],
-     "ask for \\boxed{} in the prompt, or use a reward function for the format that the policy writes"),
+     "ask for \\boxed{} in the prompt, or use a reward function for the format of the responses"),
     ("constant-reward", 3,
      ["reward/groups_with_spread < 0.001", "reward/acc < 0.99", "reward/acc > 0.01"],
-     "correct and wrong answers score alike: call the reward function with a line of samples.jsonl"),
+     "correct and wrong answers get the same score: test the reward function on lines of samples.jsonl"),
     ("zero-accuracy", 3,
      ["reward/acc < 0.001", "without_answer < 0.8", "reward/groups_with_spread < 0.2"],
-     "if the answer looks correct, fix the reward function or the ground truth; else use easier problems"),
+     "if answers look correct, fix the reward function or the ground truth; else use easier problems"),
     ("rollout-failures", 3, ["rollout/error_rate > 0.1"],
-     "fix the rollout function or its tool; see `error` in samples.jsonl, and docs/rollouts.md"),
+     "fix the rollout function or its tool; see `error` in samples.jsonl and docs/rollouts.md"),
     ("no-tool-calls", 3, ["rollout/called < 0.02", "calls/ever < 0.02"],
-     "say in the prompt how to call a tool, and check that the policy writes the stop text"),
-    # Several turns together reach the length limit; a single turn that does so is `truncation`.
+     "explain in the prompt how to call a tool, and check that the policy writes the stop text"),
+    # Several turns together reach the length limit. If a single turn reaches it, the finding is `truncation`.
     ("trajectory-truncation", 3, ["response_length/clipped > 0.5", "rollout/called > 0.5"],
      "raise --max-response-length, or let tools return less"),
-    # If only the answer counts, made-up results are cheaper than looked-up ones.
+    # If only the answer counts, made-up results are cheaper than tool calls.
     ("tool-call-collapse", 3, ["calls/first < 0.3", "accuracy/first > 0.95"],
-     "calls cost more than they gain: lower their cost, or reward grounded steps, as FAPO does"),
-    # The remaining samples may be the ones that are easy to judge.
+     "calls cost more than they gain: lower their cost, or reward grounded steps as FAPO does"),
+    # The remaining samples may be those that are easy to judge.
     ("no-verdict", 3, ["reward/no_verdict > 0.1"],
-     "check that the judge is up; `error` in samples.jsonl says what failed"),
+     "check that the judge is running; see `error` in samples.jsonl"),
     ("judge-failures", 3, ["genrm/error_rate > 0.1"],
-     "check that the judge is up; for unparsable or truncated critiques see docs/judge.md"),
-    # The reward wait is measured in seconds after the last rollout.
+     "check that the judge is running; for unparsable or truncated critiques, see docs/judge.md"),
+    # The reward wait is the time in seconds after the last rollout.
     ("slow-judge", 3, ["time/reward_wait > 60"],
      "use --genrm-servers 2, a smaller genrm_max_tokens, or --overlap"),
     # At least 160 correct answers were judged. The FAPO paper finds flaws in 20 to 40 % of correct answers.
     ("judge-accepts-all", 10, ["reward/flawed_positive_rate < 0.001", "judged_right > 15"],
-     "read critiques (keep_critique): does the judge miss the flaws, or are there none?"),
+     "read critiques (keep_critique) to check whether the judge misses flaws or there are none"),
     ("judge-rejects-all", 3, ["reward/flawed_positive_rate > 0.97", "judged_right > 15"],
-     "read critiques (keep_critique): does the judge count paragraphs as you do?"),
-    # The bound is twice the rate that the judge finds. The demo's judge misses 5 to 15 %, mostly early.
+     "read critiques (keep_critique) to check whether the judge numbers paragraphs as its prompt does"),
+    # The bound is twice the rate of the judge. The demo's judge misses 5 to 15 %, mostly in early steps.
     ("reward-hacking", 1, ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
-     "the policy has found what the judge overlooks: stop, and use a better judge"),
-    # Values from 0.00001 to 0.01 are usual.
+     "the policy exploits flaws that the judge overlooks: stop the run and use a better judge"),
+    # Values from 0.00001 to 0.01 are normal.
     ("learning-rate-too-high", 2, ["actor/approx_kl > 0.03"],
      "resume from an earlier checkpoint with a third of this --lr"),
-    # Rounding in float32 alone changes more than this. The first update of a step cannot show a change.
+    # Rounding in float32 alone has a larger effect. The first update of a step cannot show a change.
     ("learning-rate-too-low", 5, ["actor/approx_kl < 1e-8", "actor/updates > 1"],
-     "use ten times this --lr; LoRA needs a larger one than full training"),
+     "try ten times this --lr; LoRA needs a higher learning rate than full training"),
     # On a GPU, rounding in bf16 causes differences of 0.005 to 0.02.
     ("policy-mismatch", 3, ["rollout/logprob_diff > 0.05"],
-     "check that the servers have the new weights; --tis-cap 2 corrects small differences"),
+     "check that the servers have the current weights; --tis-cap 2 corrects small differences"),
     ("accuracy-collapse", 3, ["accuracy/first < 0.5"],
      "resume from an earlier checkpoint with a lower --lr, or check what the reward measures"),
-    # Length growth may help to answer, and lower entropy may come from learning.
+    # Longer responses may be better, and learning may lower the entropy.
     ("length-growth", 3, ["length/first > 2", "accuracy/first < 1"],
-     "check whether the reward favours length; set --overlong-buffer"),
+     "check whether the reward favours long responses; set --overlong-buffer"),
     ("length-collapse", 3, ["length/first < 0.5", "accuracy/first < 1"],
-     "check whether the reward favours stopping early"),
+     "check whether the reward favours short responses"),
     ("entropy-collapse", 3, ["entropy/first < 0.2", "accuracy/first < 1"],
      "lower --lr, or add --entropy-coef 0.001"),
     ("repeated-prompts", 3, ["prompts/groups < 0.5"],
-     "use more rows in --train-file: the policy memorizes these"),
+     "use more rows in --train-file: the policy memorizes the current ones"),
     ("no-learning-signal", 3, ["reward/groups_with_spread < 0.001"],
-     "use harder problems if all answers are correct, easier ones if all are wrong; otherwise check what the "
-     "reward distinguishes"),
+     "use harder problems if all answers are correct, or easier ones if all are wrong; otherwise check the "
+     "reward function"),
 ]  # fmt: skip
 
 
 @dataclass
 class Finding:
-    """A cause that keeps a run from learning."""
+    """A reason why a run does not learn."""
 
     name: str
     steps: list[int]  # the steps at which the rule holds
-    evidence: str  # numbers from the last of these steps
+    evidence: str  # numbers of the last of these steps
     remedy: str
 
     def __str__(self) -> str:
@@ -119,7 +118,7 @@ class Finding:
 
 
 def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
-    """Compute the numbers that rules need in addition to a step's metrics. Unknown numbers are left out.
+    """Compute the numbers that rules need in addition to metrics. Unknown numbers are omitted.
 
     Args:
         lines: The metrics of the run up to this step.
@@ -127,13 +126,13 @@ def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
     """
     numbers = {}
     newest = lines[-1]
-    for name, key in SINCE_START.items():  # relative to the first three steps' mean, unless that is near 0
+    for name, key in SINCE_START.items():  # relative to the mean of the first three steps
         first = sum(line.get(key, 0) for line in lines[:3]) / 3
-        if first > 0.1 and key in newest:
+        if first > 0.1 and key in newest:  # A quotient by a number near 0 means nothing.
             numbers[f"{name}/first"] = newest[key] / first
     if "rollout/called" in newest:
         numbers["calls/ever"] = max(line.get("rollout/called", 0) for line in lines)
-    # At most this many correct answers were judged: wrong ones may be judged as well (judge_wrong).
+    # This is an upper bound because wrong answers may be judged as well (judge_wrong).
     numbers["judged_right"] = newest.get("genrm/asked", 0) * newest.get("reward/acc", 0)
     share, error = audit(lines)
     numbers["audit_flawed/surely"] = share - 3 * error
@@ -155,8 +154,8 @@ def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
 def audit(lines: list[dict]) -> tuple[float, float]:
     """Return the fraction of accepted answers that a second judge calls flawed, and its standard error.
 
-    The answers are those that the judge accepted in the last 20 steps (docs/judges.py has the second judge).
-    Laplace's rule adds one sound and one flawed answer, because a few answers prove nothing.
+    The judge accepted these answers in the last 20 steps. (The second judge is in docs/judges.py.) Laplace's
+    rule adds one sound and one flawed answer because a few answers prove nothing.
     """
     asked = 2
     flawed = 1
@@ -164,13 +163,13 @@ def audit(lines: list[dict]) -> tuple[float, float]:
         if "reward/audited" in line:
             count = line["reward/audited"] * line["perf/tokens"] / line["response_length/mean"]
             asked += count
-            flawed += count * line.get("reward/audit_flawed", 0)  # a step without audits has no share
+            flawed += count * line.get("reward/audit_flawed", 0)  # missing in steps without audits
     share = flawed / asked
     return share, sqrt(share * (1 - share) / asked)
 
 
 def holds(conditions: list[str], numbers: list[dict]) -> bool:
-    """Return whether all conditions held in all these steps. A condition on a missing number never holds."""
+    """Return whether all conditions hold in all these steps. Conditions on missing numbers never hold."""
     for condition in conditions:
         key, sign, bound = condition.split()
         for step in numbers:
@@ -185,15 +184,15 @@ def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) ->
     Args:
         lines: The lines of metrics.jsonl.
         samples: The lines of samples.jsonl.
-        last: Look only for findings of the last `last` steps; None: of all steps.
+        last: Find only findings of this many last steps. None: of all steps.
     """
     lines = [line for line in lines if "reward/mean" in line]
     samples = [sample for sample in samples if sample["split"] == "train"]
-    first = 0  # index of the first step whose findings are wanted
+    first = 0  # index of the first step to diagnose
     if last is not None:
         first = max(0, len(lines) - last)
     longest = max(count for _, count, _, _ in RULES)
-    numbers = []  # one dict per step, from the first one that a rule may look at
+    numbers = []  # one dict per step, from the first step that rules need
     found = {}
     for end in range(max(0, first - longest + 1) + 1, len(lines) + 1):
         step = lines[end - 1]["step"]
@@ -210,7 +209,7 @@ def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) ->
 
 
 def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
-    """Return the numbers of a rule and the end of the newest response."""
+    """Return the numbers that a rule uses, and the end of the newest response."""
     keys = [condition.split()[0] for condition in conditions]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
     if samples:
@@ -220,7 +219,7 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
-    """Print why a run does not learn: each finding with its steps, numbers as evidence, and a remedy.
+    """Print why a run does not learn: findings with the affected steps, evidence and a remedy.
 
     Args:
         folder: Output directory of the run (--out-dir), which may be in progress.
@@ -230,11 +229,11 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     try:
         found = diagnose(lines, samples)
         if not any("reward/mean" in line for line in lines):
-            raise ValueError("no training step in metrics.jsonl")
+            raise ValueError("metrics.jsonl has no training step")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        print(f"error: {folder}: {error!r}; give the --out-dir of a run of this version", file=sys.stderr)
+        print(f"error: {folder}: {error!r}; pass the --out-dir of a run of this version", file=sys.stderr)
         raise SystemExit(2) from error
-    print("\n".join(map(str, found)) or "no finding")
+    print("\n".join(map(str, found)) or "no findings")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@
     python -m tools.evaluate_genrm --data data/processbench_test.parquet --router-address 127.0.0.1:30000 \\
         --n 8 --temperature 0.6 --out critiques.parquet
 
-This script requests n critiques of every judge row of prepare_data.py and immediately writes each critique to
-critiques.parquet.jsonl. The same command resumes a run that was stopped, even with other rows, a larger n or
-another address. The script prints two tables:
+This script requests n critiques of each judge row from prepare_data.py, and immediately writes each critique
+to critiques.parquet.jsonl. To resume a run, repeat the command; the rows and the address may differ, and n
+may be larger. The script prints two tables:
 
-    ProcessBench         per subset: error, the fraction of flawed solutions whose first wrong step is found;
-                         correct, the fraction of sound solutions that are called sound; their harmonic mean
-                         (F1); and the mean F1 of all subsets
-    FlawedPositiveBench  rows with a correct final answer: precision, recall and F1 of "flawed"
+    ProcessBench         for each subset: error, the fraction of flawed solutions whose first wrong step is
+                         found; correct, the fraction of sound solutions that are called sound; their harmonic
+                         mean (F1); then the mean F1 over all subsets
+    FlawedPositiveBench  for rows with a correct final answer: precision, recall and F1 of "flawed"
 
-The paper reports for FAPO-GenRM-4B an average F1 of 83.3, and precision 87.5, recall 91.4, F1 89.4. A
-critique that is unparsable or truncated has no vote. A solution without any vote is a miss in error, correct
-and recall, but never counts as flawed (the original counts it so). A failed request is excluded and reported
-(exit code 1), and the next run repeats it.
+For FAPO-GenRM-4B, the paper reports an average F1 of 83.3 (ProcessBench), and precision 87.5, recall 91.4 and
+F1 89.4 (FlawedPositiveBench). Unparsable and truncated critiques have no vote. A solution without votes is a
+miss in error, correct and recall, but never counts as flawed (the original counts it as flawed). Failed
+requests are excluded and reported (exit code 1), and the next run repeats them.
 Not covered: judges that answer True or False, scoring by log-probabilities.
 """
 
@@ -44,28 +44,28 @@ from score_file import score_the_rest, scored_before, served_models
 
 @dataclass
 class Config:
-    data: Path  # File with judge rows from prepare_data.py, such as data/processbench_test.parquet.
-    router_address: str  # host:port of the judge: a router or one OpenAI-compatible server.
-    # File for the rows with their critiques; OUT.jsonl holds the critiques so far.
+    data: Path  # File of judge rows from prepare_data.py, such as data/processbench_test.parquet.
+    router_address: str  # Address host:port of the judge (a router or an OpenAI-compatible server).
+    # Output file for the rows with their critiques. OUT.jsonl receives each critique immediately.
     out: Path = Path("critiques.parquet")
-    model: str | None = None  # Name of the model to request; default: the first that the server lists.
-    n: int = 8  # Number of critiques per row; the most frequent verdict is the prediction.
+    model: str | None = None  # Model name in requests. Default: the first model that the server lists.
+    n: int = 8  # Number of critiques per row. The most frequent verdict is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
-    # Maximum length of a critique, in tokens. Prompt and critique must fit into the server's context.
+    # Maximum length of a critique, in tokens. Prompt and critique must fit into the context of the server.
     max_tokens: int = scores.GENRM_MAX_TOKENS
-    # JSON object with settings for the judge's chat template, such as '{"enable_thinking": false}'.
+    # Settings for the judge's chat template, as a JSON object such as '{"enable_thinking": false}'.
     chat_kwargs: str = "{}"
     concurrency: int = 256  # Maximum number of concurrent requests.
-    timeout_s: float = 3600.0  # Time limit of one critique in seconds, with queueing and all attempts.
-    limit: int | None = None  # Use only this many rows, from the first on; default: all rows.
+    timeout_s: float = 3600.0  # Time limit for one critique with all attempts and queueing, in seconds.
+    limit: int | None = None  # Use only the first rows, up to this number. Default: all rows.
 
 
 ANSWERED = ("ok", "truncated")  # Any other status is a failed request, which the next run repeats.
 
 
 def majority_vote(indices: list[int | None]) -> int | None:
-    """Return the most frequent index, or in a tie the earliest of them. None (unparsable) is not a vote."""
+    """Return the most frequent index (in a tie, the one that came first). None is not a vote."""
     votes = [index for index in indices if index is not None]
     if votes:
         return mode(votes)
@@ -79,7 +79,7 @@ def _mean(values: list[float]) -> float:
 
 
 def with_f1(first: list[bool], second: list[bool]) -> tuple[float, float, float]:
-    """Return two fractions and their harmonic mean, which is NaN if one of them is."""
+    """Return two fractions and their harmonic mean, which is NaN if a fraction is NaN."""
     shares = _mean(first), _mean(second)
     if any(map(math.isnan, shares)):
         return *shares, math.nan
@@ -87,8 +87,8 @@ def with_f1(first: list[bool], second: list[bool]) -> tuple[float, float, float]
 
 
 def processbench_metrics(rows: list[dict]) -> dict[str, tuple]:
-    """Return {subset: (rows, error, correct, F1)} (paper eq. 6) as fractions; NaN without such rows."""
-    flawed = defaultdict(list)  # subset -> whether each flawed solution was predicted right
+    """Return {subset: (number of rows, error, correct, F1)} (paper eq. 6), with NaN if there are no rows."""
+    flawed = defaultdict(list)  # subset -> for each flawed solution: whether the prediction is right
     sound = defaultdict(list)
     for row in rows:
         of_subset = sound if row["label"] == -1 else flawed
@@ -101,9 +101,9 @@ def processbench_metrics(rows: list[dict]) -> dict[str, tuple]:
 
 
 def flawed_positive_metrics(rows: list[dict]) -> tuple:
-    """Return (rows, precision, recall, F1) of "flawed", over rows with a correct final answer."""
+    """Return (number of rows, precision, recall, F1) of "flawed" for rows with a correct final answer."""
     count = 0
-    precision = []  # for each solution that was called flawed: whether it is
+    precision = []  # for each solution that was called flawed: whether it is flawed
     recall = []  # for each flawed solution: whether it was called flawed
     for row in rows:
         if row["final_answer_correct"]:
@@ -122,7 +122,7 @@ def table_line(name: str, count: int, *shares: float) -> str:
 
 
 def report(rows: list[dict]) -> str:
-    """Format the tables for the rows of `judge_rows`. Rows without any answered request are excluded."""
+    """Format the tables for the rows of `judge_rows`. Exclude rows without an answered request."""
     answered = []
     answers = []
     failed = []
@@ -146,15 +146,15 @@ def report(rows: list[dict]) -> str:
     lines.append(table_line("", *flawed_positive_metrics(answered)))
     statuses = Counter(critique["status"] for critique in answers + failed)
     unparsable = _mean([critique["index"] is None for critique in answers])
-    lines.append(f"\nrequests: {dict(statuses)}; {unparsable:.1%} of the critiques name no paragraph")
+    lines.append(f"\nrequests: {dict(statuses)}; {unparsable:.1%} of the critiques have no valid index")
     if failed:
         why = failed[0].get("error") or failed[0]["text"]
-        lines.append(f"INCOMPLETE: {len(failed)} requests failed, one with: {why}; run the command again")
+        lines.append(f"INCOMPLETE: {len(failed)} requests failed (the first: {why}); run the command again")
     return "\n".join(lines)
 
 
 async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat):
-    """Request one critique of the prompt `solution_str`, as a reward function: 1 if exactly right, else 0."""
+    """Request one critique, as a reward function: 1 if the index is right, else 0."""
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
     index = None
     if status == "ok":
@@ -166,11 +166,12 @@ async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_
 
 
 def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
-    """Read judge rows and add what the metrics need. Raises ValueError with the file, row and field."""
+    """Read judge rows and add fields for the metrics. Raises ValueError."""
     rows = read_rows(path, ["data_source", "prompt", "reward_model", "extra_info"])[:limit]
     for number, row in enumerate(rows):
         if row.get("ability") != "math_critic":
-            raise ValueError(f"{path}, row {number}: not a judge row (ability {row.get('ability')!r})")
+            raise ValueError(f"{path}, row {number}: ability is {row.get('ability')!r}; judge rows have "
+                             "'math_critic' (see prepare_data.py)")  # fmt: skip
         validate_row(row, f"{path}, row {number}")
         extra = row["extra_info"]
         row["response"] = row["prompt"][0]["content"]
@@ -181,13 +182,14 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 async def chat_settings(config: Config) -> dict:
-    """Return the settings for `scores.chat`. Raises ValueError, or OSError without a judge."""
+    """Return the settings for `scores.chat`. Raises ValueError, or OSError if no judge answers."""
     chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     model = config.model
     try:
         model = model or (await scores.served_model(config.router_address))["id"]
-    except Exception as error:  # The address answers, but it is not a model server.
-        raise OSError(f"--router-address {config.router_address}: names no model ({error!r})") from error
+    except Exception as error:  # The address may belong to another kind of server.
+        raise OSError(f"--router-address {config.router_address}: the server does not name its model "
+                      f"({error!r}); check that the judge is running, or pass --model") from error
     finally:
         await scores.close_session()
     return {
@@ -202,7 +204,7 @@ async def chat_settings(config: Config) -> dict:
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Add "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
     chat = asyncio.run(chat_settings(config))
-    # A result depends on these settings and on the prompt and label of its row.
+    # A result depends on these settings, and on the prompt and the label of its row.
     files = fingerprints(scores.__file__)
     header = chat | {"files": files, "models": asyncio.run(served_models({"genrm": config.router_address}))}
     progress = Path(f"{config.out}.jsonl")
@@ -230,7 +232,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
 
 
 def names_of(row: dict, n: int) -> list[str]:
-    """Name the n critiques of a row. The names do not depend on the file or the position of the row."""
+    """Name the n critiques of a row, independently of the file and of the row's position."""
     digest = hashlib.sha256(f"{row['label']} {row['response']}".encode()).hexdigest()
     return [f"{digest[:16]}/{number}" for number in range(n)]
 
@@ -244,7 +246,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to continue", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         sys.exit(130)
     text = report(judged)
     print(text)

@@ -2,9 +2,9 @@
 
     python -m tools.merge_lora outputs/run/checkpoints/step_60 outputs/run/merged
 
-OUT is a Hugging Face folder that every server and script here can load, in the dtype of the base model.
-CHECKPOINT/adapter_config.json names the base model; pass --model if it has moved. Merging takes 4 bytes of
-memory per weight. A LoRA run merges its last checkpoint itself.
+OUT is a Hugging Face folder with the data type of the base model. CHECKPOINT/adapter_config.json names the
+base model; pass --model if it has moved. Merging needs 4 bytes of memory per weight. A LoRA run merges its
+last checkpoint automatically.
 
 Needs run_folder.py.
 """
@@ -21,19 +21,19 @@ from run_folder import add_end_tokens
 
 @dataclass
 class Config:
-    """Settings of a merge."""
+    """Settings for merging adapters."""
 
     # Checkpoint with LoRA adapters, such as outputs/run/checkpoints/step_60.
     checkpoint: tyro.conf.Positional[Path]
     out: tyro.conf.Positional[Path]  # Output directory of the merged model.
-    model: str = ""  # Base model, a folder or a hub name; default: the one that the checkpoint names.
-    # Value of max_position_embeddings, as in --max-positions of the run; 0: the base model's own.
+    model: str = ""  # Base model, a folder or a Hub name. Default: the one that the checkpoint names.
+    # New max_position_embeddings, as in --max-positions of the run. 0: the value of the base model.
     max_positions: int = 0
-    trust_remote_code: bool = False  # Run the Python code that comes with the base model.
+    trust_remote_code: bool = False  # Allow running Python code that comes with the base model.
 
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
-    """Write the base model with the checkpoint's adapters merged into it, and the tokenizer, to `out`."""
+    """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`."""
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -42,17 +42,17 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     base = model or settings["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)
     stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
-    # The sum is computed in float32 and then rounded, which gives the same weights as on the policy servers.
+    # The sum is computed in float32 and then rounded, as on the policy servers.
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
     whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
     if max_positions:
         whole.config.max_position_embeddings = max_positions
-    whole.generation_config.do_sample = True  # Otherwise transformers rejects a temperature.
+    whole.generation_config.do_sample = True  # Otherwise transformers rejects temperatures.
     whole.to(stored).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **remote)
     tokenizer.save_pretrained(out)
     add_end_tokens(out / "generation_config.json", tokenizer)
-    print(f"merged: {out}")
+    print(f"merged model: {out}")
 
 
 def main() -> None:

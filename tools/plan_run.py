@@ -1,13 +1,13 @@
-"""Estimate what a run will need before it starts: the memory of its processes, and where Ray places them.
+"""Estimate what a run needs before it starts: the memory of its processes, and where Ray places them.
 
     python -m tools.plan_run --model PATH ...                          # with the trainer's flags
-    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that this machine lacks
+    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that is not here
     python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
-The plan makes all checks of the trainer, then estimates memory from the models' config.json alone. On GPUs it
-also reserves room for the whole run in Ray, prints which node got what, and releases the room. With --gpus it
-prints instead which processes would share a GPU. For each vLLM server it says how many tokens of keys and
-values fit into its share of a GPU. benchmarks/simulate.py estimates time.
+This script makes all checks of the trainer, then estimates memory from each model's config.json. On GPUs, it
+also reserves the resources of the run in Ray, prints which processes each node got, and releases them. With
+--gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit into the
+key-value cache. benchmarks/simulate.py estimates time.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ import settings
 
 @dataclass
 class Config(settings.Config):
-    """The run to plan, by the trainer's flags, and the GPUs for it."""
+    """The run to plan, as flags of the trainer, and the GPUs for it."""
 
-    # GPUs of each planned node: 8, or 4 4 for two nodes; they need not be here. Default: the Ray cluster's.
+    # Number of GPUs of each planned node, such as 4 4 for two nodes. Default: the GPUs of the Ray cluster.
     gpus: tuple[int, ...] = ()
-    gpu_gb: float = 0.0  # Memory of each GPU, in GB. 0: as the cluster's GPUs have, or 80 if that is unknown.
+    gpu_gb: float = 0.0  # Memory of each GPU, in GB. 0: the memory of the cluster's GPUs, or 80 if unknown.
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         configs = super().server_configs(sleep_mode)
@@ -36,7 +36,7 @@ class Config(settings.Config):
         return configs
 
 
-# The command line is parsed before torch and transformers are imported, which takes four seconds.
+# Parse the command line before the imports of torch and transformers, which take four seconds.
 if __name__ == "__main__":
     CONFIG = settings.parse_command_line(Config, description=__doc__)
 
@@ -50,9 +50,9 @@ from cluster.placement import Reservation, layout, process_specs
 from policy import TOKENS_PER_PASS
 from run import Run
 
-VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server takes by default
-VLLM_GB = 1.0  # rough memory of a server's CUDA context and graphs
-VLLM_SEQUENCES = 1024, 256  # vLLM's default of --max-num-seqs on GPUs of 70 GiB or more, and on smaller ones
+VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by default
+VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
+VLLM_SEQUENCES = 1024, 256  # vLLM's default for --max-num-seqs on GPUs from 70 GiB, and on smaller ones
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
@@ -62,9 +62,9 @@ def text_config_of(config, model: str):
 
 
 def count_parameters(config, device: str = "cpu") -> tuple:
-    """Return the sizes of the model, its trained parameters, its largest layer, and the rest, or four NaN.
+    """Return the sizes of the model, its trained parameters, its largest layer, and all except layers.
 
-    The unit is 4 bytes. NaN: this family's code cannot build the model without its weights.
+    The unit is 4 bytes. The sizes are NaN if the model cannot be built without its weights.
     """
     remote = dict(trust_remote_code=config.trust_remote_code)
     try:
@@ -76,7 +76,7 @@ def count_parameters(config, device: str = "cpu") -> tuple:
             set_dtypes(model, config.lora_rank, device)
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
         total = sum_of_sizes(model)
-    except Exception:  # Code that comes with a model may raise any exception.
+    except Exception:  # Code of a model may raise any exception.
         return math.nan, math.nan, math.nan, math.nan
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return total, trained, max(layers), total - sum(layers)
@@ -87,7 +87,7 @@ def sum_of_sizes(module) -> float:
 
 
 def cache_of(text) -> int:
-    """Return the number of values in the keys and values (KV cache) of one token."""
+    """Return the number of values in the key-value cache of one token."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size(text)
 
@@ -97,33 +97,33 @@ def head_size(text) -> int:
 
 
 def activations_of(config, text, tokens: int, device: str) -> int:
-    """Return the number of activations that are kept for the backward pass of a micro-batch.
+    """Return the number of activations that the backward pass of a micro-batch needs.
 
-    The formulas for GPUs agree with what benchmarks/fake_gpu.py counts.
+    The formulas for GPUs agree with the counts of benchmarks/fake_gpu.py.
     """
     layers = text.num_hidden_layers
     hidden = text.hidden_size
     intermediate = getattr(text, "intermediate_size", 4 * hidden)
     layer = tokens * (10 * hidden + 4 * intermediate)
-    copies = 6  # copies of the logits that exist at the same time
+    copies = 6  # number of copies of the logits that exist at the same time
     if device == "cuda":
         layer = tokens * (6.5 * hidden + 1.75 * intermediate)  # bfloat16; norms and residuals are float32
         copies = 3
         if config.entropy_coef:
             copies = 5
     logits = copies * min(LOGITS_AT_ONCE[device], tokens * text.vocab_size) + 4 * tokens * hidden
-    if config.gradient_checkpointing:  # one layer at a time, after the logits were freed
+    if config.gradient_checkpointing:  # one layer at a time, after the logits are freed
         if device == "cuda":
             queries = text.num_attention_heads * head_size(text)
-            layer = tokens * (6 * hidden + 4 * queries + 3.5 * intermediate)  # includes the layer's gradients
+            layer = tokens * (6 * hidden + 4 * queries + 3.5 * intermediate)  # with the layer's gradients
         return tokens * hidden * layers + max(layer, logits)
     return layer * layers + logits
 
 
 def estimate_memory(config, device: str) -> dict[str, float | None]:
-    """Return rough GB by purpose on the policy's device, or on that of each rank. None: unknown.
+    """Return the approximate memory in GB by purpose, on the device of the policy or of each rank.
 
-    Entries named "update: ..." and "rollout: ..." do not exist at the same time.
+    None means unknown. Entries named "update: ..." and "rollout: ..." do not exist at the same time.
     """
     text = text_config_of(config, config.model)
     weights, trained, largest_layer, rest = count_parameters(config, device)
@@ -133,12 +133,12 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     try:
         activations = activations_of(config, text, tokens, device)
         cache = cache_of(text) * longest * sequences
-    except Exception:  # A family's configuration may have other names, or one number per layer.
+    except Exception:  # The configuration may use other names, or one number per layer.
         activations = math.nan
         cache = math.nan
     where = ""
     if config.policy_offload and device == "cuda":
-        where = "in the host's memory, of each rank: "
+        where = "in host memory, for each rank: "
     numbers = {
         f"{where}weights": weights / config.policy_ranks,
         f"{where}gradients": trained / config.policy_ranks,
@@ -150,13 +150,13 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     if config.rollout == "hf":
         numbers["rollout: key-value cache"] = cache
     if config.policy_ranks > 1 or config.policy_offload:
-        # Embedding, head and its gradient; a layer in float32 with its gradient, and layers in bfloat16.
+        # Embedding, head, the head's gradient, a layer in float32, its gradient, and layers in bfloat16.
         gathered = rest + 2.25 * largest_layer
         if not config.lora_rank:
             gathered += text.vocab_size * text.hidden_size
         numbers["update: gathered weights"] = gathered
     elif device == "cuda" and not (config.gradient_checkpointing or config.lora_rank):
-        numbers["update: weights in bf16"] = weights / 2  # the casts that the backward pass needs
+        numbers["update: weights in bf16"] = weights / 2  # casts that the backward pass needs
     gigabytes = {}
     for name, number in numbers.items():
         gigabytes[name] = None if math.isnan(number) else 4e-9 * number  # float32
@@ -164,10 +164,10 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
 
 
 def report(config, num_rows: int) -> str:
-    """Return the plan of a resolved configuration as text."""
+    """Return the plan for a resolved configuration as text."""
     prompts = config.total_steps * config.train_batch_size
-    epochs = f"{prompts / num_rows:.1f} epochs of {num_rows}"
-    lines = [f"{config.total_steps} steps take {prompts} prompts, {epochs}"]
+    epochs = f"{prompts / num_rows:.1f} epochs of {num_rows} rows"
+    lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
     device = config.device
     available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.device == "cuda" or config.policy_ranks > 1:
@@ -196,26 +196,26 @@ def report(config, num_rows: int) -> str:
     if peak <= available:
         fits = "it fits"
     elif always > available and not config.lora_rank:
-        fits = "too little for all weights; train adapters (--lora-rank 32), or take more --policy-ranks"
+        fits = "too little for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"
     else:
         fits = (
-            "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, or take "
-            "--gradient-checkpointing or more --policy-ranks"
+            "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, pass "
+            "--gradient-checkpointing, or raise --policy-ranks"
         )
-    what = "of what is known, at the peak" if None in estimate.values() else "at the peak, roughly"
+    what = "peak of the known parts" if None in estimate.values() else "approximate peak"
     lines.append(f"{peak:9.2f} GB  {what}, of {available:.1f} GB on {device}: {fits}")
     return "\n".join(lines)
 
 
 def servers_of(config) -> dict:
-    """Return {name: genrm_server.Config} for the servers of the policy and of the judges."""
+    """Return {name: genrm_server.Config} for the servers of the policy and the judges."""
     longest = config.max_prompt_length + config.max_response_length
     policy_server = dataclasses.replace(config.policy_servers(), max_model_len=longest)
     return {"policy server": policy_server} | config.server_configs()
 
 
 def server_memory(config, name: str, server, gpu: float) -> str:
-    """Describe how a vLLM server uses its share of GPUs of `gpu` GB, with weights in bfloat16."""
+    """Describe how a vLLM server with bfloat16 weights uses its share of GPUs of `gpu` GB."""
     gpus = server.tensor_parallel_size
     share = server.gpu_share
     if share == 1:
@@ -226,7 +226,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         text = text_config_of(config, server.model)
         served = dataclasses.replace(config, model=server.model, lora_rank=0)
         weights = 2e-9 * count_parameters(served)[0]
-        if name == "policy server" and text.tie_word_embeddings:  # The policy is served untied.
+        if name == "policy server" and text.tie_word_embeddings:  # The served policy has untied weights.
             weights += 2e-9 * text.vocab_size * text.hidden_size
         sequences = vllm_argument(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
         logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # on each GPU: all gather them
@@ -234,28 +234,28 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         tokens = round(cache / (2e-9 * cache_of(text)))  # ValueError if the weights are unknown
         longest = server.max_model_len or text.max_position_embeddings
         longest = vllm_argument(server, "--max-model-len", longest)
-    except Exception:  # The model's files are not here, or its family is of another kind.
-        return f"{have:9.2f} GB  {name}: what it takes is unknown"
-    room = f"room for {tokens:,.0f} tokens (a sequence: {longest:,.0f})"
-    fits = "it fits" if tokens >= longest else "too little; raise its share, or lower its --max-model-len"
+    except Exception:  # The model's files are missing, or the model is of an unknown kind.
+        return f"{have:9.2f} GB  {name}: its memory use is unknown"
+    room = f"room for {tokens:,.0f} tokens (longest sequence: {longest:,.0f})"
+    fits = "it fits" if tokens >= longest else "too little; raise its share or lower --max-model-len"
     if not splits_heads(text, gpus):
         heads = text.num_attention_heads
-        fits = f"vLLM cannot split its {heads} attention heads over {gpus} GPUs; take fewer"
-    line = f"{have:9.2f} GB  {name}: {weights:.2f} of weights, {room}: {fits}"
+        fits = f"vLLM cannot split {heads} attention heads over {gpus} GPUs; use fewer GPUs"
+    line = f"{have:9.2f} GB  {name}: {weights:.2f} GB of weights, {room}: {fits}"
     if server.gpu_share < 1:
         fixed = f"{1000 * cache:.0f}000000"
-        line += f"\n              with --kv-cache-memory-bytes {fixed} vLLM need not measure free memory"
+        line += f"\n              with --kv-cache-memory-bytes {fixed}, vLLM need not measure the free memory"
     return line
 
 
 def splits_heads(text, gpus: int) -> bool:
-    """Return whether vLLM can split the attention heads, and the grouped keys or copies of them, evenly."""
+    """Return whether vLLM can evenly split the attention heads, and the key heads or their copies."""
     groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return text.num_attention_heads % gpus == 0 and (groups % gpus == 0 or gpus % groups == 0)
 
 
 def vllm_argument(server, flag: str, default: float) -> float:
-    """Return the number after a flag in the server's vLLM arguments."""
+    """Return the number after a flag in the vLLM arguments of a server."""
     found = re.search(rf"{flag}[ =]([\d.]+)", " ".join(server.vllm_args))
     if found:
         return float(found[1])
@@ -263,9 +263,9 @@ def vllm_argument(server, flag: str, default: float) -> float:
 
 
 def placement(config) -> dict[str, list[str]]:
-    """Return the processes that would run on each node; "a + b" share a GPU.
+    """Return the processes that would run on each node, as in "a + b" if they share a GPU.
 
-    Without --gpus, the resources are reserved in Ray and immediately released.
+    Without --gpus, reserve the resources in Ray and release them immediately.
     """
     specs = process_specs(config)
     bundles = defaultdict(list)  # (node, number) -> labels of its processes
@@ -289,9 +289,9 @@ def placement(config) -> dict[str, list[str]]:
 
 
 def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
-    """Return the node of each bundle: the first one with enough whole GPUs left.
+    """Return the node of each bundle: the first node with enough free GPUs.
 
-    Raises ValueError if a bundle fits on no node: a server or a rank cannot have GPUs of several nodes.
+    Raises ValueError if no node is large enough: a server or a rank cannot use GPUs of several nodes.
     """
     free = list(gpus)
     nodes = []
@@ -300,8 +300,8 @@ def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
         if not fitting:
             here = " ".join(map(str, gpus))
             raise ValueError(
-                f"--gpus {here}: no node has {count:g} GPUs left for a server that needs them together; add "
-                "GPUs, or lower the tensor parallelism"
+                f"--gpus {here}: no node has {count:g} free GPUs for a server that needs them together; add "
+                "GPUs or lower the tensor parallelism"
             )
         node = fitting[0]
         free[node] -= count
@@ -319,7 +319,7 @@ def label(name: str, number: int, gpus: float) -> str:
 
 
 def gpu_memory(config) -> float:
-    """Return the memory of a GPU in GB: --gpu-gb, or the value of the cluster's GPUs."""
+    """Return the memory of a GPU in GB: --gpu-gb, or the memory of the cluster's GPUs."""
 
     def total_memory():
         if torch.cuda.is_available():
@@ -331,7 +331,7 @@ def gpu_memory(config) -> float:
     if not config.gpus:
         found = ray.get(ray.remote(num_cpus=0, num_gpus=1)(total_memory).remote())
     if not found:
-        print("the memory of the GPUs is unknown, the plan takes 80 GB; pass --gpu-gb for another size")
+        print("the memory of the GPUs is unknown, so the plan assumes 80 GB; pass --gpu-gb to change it")
     return 1e-9 * (found or 80e9)
 
 

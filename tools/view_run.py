@@ -1,17 +1,17 @@
-"""Show a run, or several side by side, as a web page: curves, groups of samples, one sample, configuration.
+"""Show one or more runs as a web page: curves, groups of samples, single samples, and the configuration.
 
-    python -m tools.view_run outputs/demo_seed0    # writes outputs/demo_seed0/report.html, to open from disk
+    python -m tools.view_run outputs/demo_seed0            # writes outputs/demo_seed0/report.html
     python -m tools.view_run outputs/demo_seed0 --serve    # serves the page and follows runs in progress
 
-Give the output directory of a run (--out-dir of grpo_trainer.py), or a directory that holds runs. Runs in
-progress are shown as far as they are.
+Pass the output directory of a run (--out-dir of grpo_trainer.py), or a directory that contains runs. Runs may
+still be in progress.
 
 Needs tools/page/, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the oracle of
-the toy world. Not covered: statistical tests between runs, and all messages of a prompt except the last one.
+the toy world. Not covered: statistical tests between runs; messages of a prompt before the last one.
 
-This script chooses the data, and tools/page/ displays them: page.html, page.css and four scripts in plain
-JavaScript, which are embedded in the page together with the data. The page loads nothing else. Its address
-contains the state of the view, so you can send a view as a link. Text from models cannot inject code: it is
+This script selects the data, and tools/page/ displays it: page.html, page.css and four scripts in plain
+JavaScript are embedded in the page together with the data. The page loads nothing else. Its address contains
+the state of the view, so you can share a view as a link. Text from models cannot inject code: it is stored as
 JSON that cannot end its script element, and the scripts insert it as text nodes.
 """
 
@@ -34,26 +34,26 @@ from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # The order matters.
-# All samples of a group share these keys of samples.jsonl.
+SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # in the order in which they must run
+# All samples of a group have the same values of these keys in samples.jsonl.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
-HIDDEN = "(hidden)"  # replaces secrets, because users may send the page to others
+HIDDEN = "(hidden)"  # replaces secrets because users may share the page
 
 
 @dataclass
 class Config:
-    """Writes a page about runs."""
+    """Write a web page about runs."""
 
-    # Output directories of runs, or directories that hold such directories.
+    # Output directories of runs, or directories that contain such directories.
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("outputs"),)
-    out: Path | None = None  # File of the page; default: report.html in the first directory.
+    out: Path | None = None  # Output file of the page. Default: report.html in the first directory.
     serve: bool = False  # Serve the page to browsers on this machine and follow the runs until Ctrl-C.
-    port: int = 8123  # Port for --serve; 0 takes a free one.
-    max_mb: float = 8.0  # Limit for all samples, in MB; beyond it only every second, third, ... step is kept.
+    port: int = 8123  # Port for --serve. 0: choose a free port.
+    max_mb: float = 8.0  # Maximum size of all samples, in MB. Larger runs keep every second, third ... step.
 
 
 def find_runs(folders) -> dict[str, Path]:
-    """Return the runs in these directories, named by the path below their common directory.
+    """Return the runs in these directories, named by their paths below their common directory.
 
     Raises ValueError if a directory contains no runs.
     """
@@ -63,7 +63,7 @@ def find_runs(folders) -> dict[str, Path]:
         if (folder / "metrics.jsonl").is_file():
             runs = [folder]
         if not runs:
-            raise ValueError(f"folders: {folder} holds no run (metrics.jsonl); give the --out-dir of one")
+            raise ValueError(f"{folder}: contains no run (metrics.jsonl); pass the --out-dir of a run")
         found += map(Path.resolve, runs)
     common = os.path.commonpath([run.parent for run in found])
     return {run.relative_to(common).as_posix(): run for run in found}
@@ -80,7 +80,7 @@ def curves_of(lines: list[dict]) -> dict[str, list]:
 
 
 def sample_of(line: dict) -> dict:
-    """Return the keys of a line that belong to one sample, and the first error by the toy world's oracle."""
+    """Return the keys of one sample, with the first error according to the toy world's oracle."""
     sample = {key: value for key, value in line.items() if key not in OF_GROUP}
     if "oracle_flawed_positive" in line["reward_extra_info"]:
         try:
@@ -93,8 +93,8 @@ def sample_of(line: dict) -> dict:
 def group_of(lines: list[dict]) -> dict:
     """Return one prompt with its samples.
 
-    A reward function of whole groups returns the same `group_...` keys for all samples of a group. These keys
-    become the group's `verdict`.
+    A reward function for groups returns the same `group_...` keys for all samples of a group. They become the
+    group's `verdict`.
     """
     group = {key: lines[0][key] for key in OF_GROUP}
     group["verdict"] = {}
@@ -110,7 +110,7 @@ def group_of(lines: list[dict]) -> dict:
 
 
 def fit(groups: list[dict], limit: float) -> tuple[list[dict], int]:
-    """Return the groups of every n-th step and of the last one, with the smallest n that fits `limit`."""
+    """Return the groups of every n-th step and of the last step, and the smallest n that fits `limit`."""
     sizes = Counter()
     for group in groups:
         sizes[group["step"]] += len(json.dumps(group))
@@ -124,7 +124,7 @@ def fit(groups: list[dict], limit: float) -> tuple[list[dict], int]:
 
 
 def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
-    """Return the groups that fit into `limit` bytes, and notes on others. Evaluations get at most half."""
+    """Return the groups that fit in `limit` bytes, and notes on omissions. Evaluations get at most half."""
     trained = [group for group in groups if group["split"] != "val"]
     evaluated = [group for group in groups if group["split"] == "val"]
     evaluated, every_evaluation = fit(evaluated, limit / 2)
@@ -132,12 +132,12 @@ def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
     notes = []
     for what, every in (("step", every_step), ("evaluation", every_evaluation)):
         if every > 1:
-            notes.append(f"samples of one {what} in {every}")
+            notes.append(f"samples of only one {what} in {every}")
     return trained + evaluated, notes
 
 
 def without_secrets(text: str) -> str:
-    """Hide the values of keys, tokens and passwords in a command line or in keyword arguments as JSON."""
+    """Hide the values of keys, tokens and passwords in a command line or in JSON."""
     names = "(?:key|token|secret|password)"
     text = re.sub(rf"(--(?:[\w-]+[-_])?{names}[ =])('[^']*'|\S+)", rf"\1{HIDDEN}", text)
     return re.sub(rf'("(?:[^"]*[-_])?{names}": *)"[^"]*"', rf'\1"{HIDDEN}"', text)
@@ -158,7 +158,7 @@ def settings_of(folder: Path) -> dict:
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
-    """Return the page's data about a run, with notes on omitted data."""
+    """Return the data of a run for the page, with notes on omitted data."""
     metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
     samples, torn_samples = read_lines(folder / "samples.jsonl")
     by_group = {}  # A repeated evaluation replaces the earlier one.
@@ -167,9 +167,9 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     groups, left_out = thin(list(by_group.values()), limit)
     notes = []
     if left_out:
-        notes.append(f"{', '.join(left_out)} (--max-mb shows more, {folder}/samples.jsonl has all)")
+        notes.append(f"{', '.join(left_out)} (raise --max-mb for more; {folder}/samples.jsonl has all)")
     if torn_metrics + torn_samples:
-        notes.append("torn lines were left out (the run goes on, or was killed)")
+        notes.append("incomplete lines were skipped (the run is in progress or was killed)")
     if not groups:
         notes.append("no samples (samples.jsonl is empty or missing)")
     bars = []  # (step, fraction, standard error) from the second judge
@@ -199,11 +199,11 @@ def page_of(folders, max_mb: float, live: str = "") -> str:
     for name, folder in runs.items():
         data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
     text = json.dumps({"title": ", ".join(map(str, folders)), "live": live, "runs": data})
-    valid = json.loads(text, parse_constant=lambda _: None)  # Python writes NaN, which is not valid JSON.
+    valid = json.loads(text, parse_constant=lambda _: None)  # Python writes NaN, which is invalid JSON.
     text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
     page = read_part("page.html").replace("__STYLE__", read_part("page.css"))
     page = page.replace("__SCRIPT__", "\n".join(map(read_part, SCRIPTS)))
-    if live:  # A page on disk needs no connections.
+    if live:  # A page on disk does not need connections.
         page = page.replace("default-src 'none';", "default-src 'none'; connect-src 'self';")
     return page.replace("__DATA__", text.replace("<", "\\u003c"))
 
@@ -221,7 +221,7 @@ def write_page(folders, out: Path | None = None, max_mb: float = 8.0) -> Path:
 
 
 def version_of(folders) -> str:
-    """Return a version that changes when a run in `folders` writes data that the page shows."""
+    """Return a version that changes when a run in `folders` writes data for the page."""
     parts = []
     for folder in find_runs(folders).values():
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -233,11 +233,10 @@ def version_of(folders) -> str:
 
 
 def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPServer:
-    """Return a server of the page at / and of the data's version at /version; `serve_forever` runs it.
+    """Return a server for the page (/) and the version of the data (/version); `serve_forever` runs it.
 
-    Only this machine can reach the server, which answers only requests that name this machine as the host.
-    This check stops DNS rebinding: another web page cannot read the data through a name that points to
-    127.0.0.1. Raises OSError.
+    Only this machine can reach the server. It rejects requests for other hosts, which prevents DNS rebinding:
+    another web page cannot read the data through a name that points to 127.0.0.1. Raises OSError.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -254,7 +253,7 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
                 elif self.path != "/version":
                     return self.send_error(404)
             except (OSError, ValueError) as error:
-                return self.send_error(500, "the run cannot be read", str(error))
+                return self.send_error(500, "cannot read the run", str(error))
             content = body.encode("utf-8", errors="replace")
             self.send_response(200)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -264,9 +263,9 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
             self.wfile.write(content)
 
         def log_message(self, *_):
-            pass  # Log lines of polling would hide all other output.
+            pass  # Log lines about polling would bury all other output.
 
-    find_runs(folders)  # Reject a directory without runs at the start.
+    find_runs(folders)  # Fail early if a directory contains no runs.
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
 
@@ -275,7 +274,7 @@ def main() -> None:
     try:
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:
-                print(f"page: http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+                print(f"page: http://127.0.0.1:{server.server_port}/ (press Ctrl-C to stop)", flush=True)
                 server.serve_forever()
         out = write_page(config.folders, config.out, config.max_mb)
         print(f"page: {out} ({1e-6 * out.stat().st_size:.1f} MB)")
