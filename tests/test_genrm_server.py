@@ -401,7 +401,7 @@ def test_what_was_waited_for_however_long_is_no_death(stand_in, monkeypatch):
 def test_a_failing_start_names_the_log_and_its_last_lines(stand_in):
     (stand_in / "die_at_start").touch()
     with pytest.raises(
-        RuntimeError, match=r"(?s)server 0 died; the end of .*server_0\.log.*these weights do not fit"
+        RuntimeError, match=r"(?s)server 0 died; the last lines of .*server_0\.log.*these weights do not fit"
     ):
         ModelServers(settings(stand_in))
 

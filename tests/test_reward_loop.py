@@ -287,7 +287,7 @@ def test_flags_of_the_options_are_the_same_for_every_command_line(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(Config, args=["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Grading processes per worker" in shown and "Whose name is not inherited" in shown
+    assert "Number of grading processes per worker" in shown and "Whose name is not inherited" in shown
 
 
 # ---- what the function may do
@@ -371,7 +371,7 @@ def test_a_function_gets_the_columns_that_it_names(shared):
     seen = [result["reward_extra_info"]["seen"] for result in manager.score_batch(rows)]
     assert seen == [[rows[0]["prompt"], 7], [rows[0]["prompt"], None]]
     del rows[0]["prompt"]
-    with pytest.raises(ValueError, match="no 'prompt'"):
+    with pytest.raises(ValueError, match="no column 'prompt'"):
         manager.submit(rows[0])
 
 
@@ -568,7 +568,7 @@ def test_what_a_function_of_groups_is_given(start):
     del rows[3]["prompt"]
     with pytest.raises(KeyError, match="prompt"):
         manager.score_batch(rows)
-    with pytest.raises(ValueError, match="no 'response_length'"):
+    with pytest.raises(ValueError, match="no column 'response_length'"):
         manager.submit_group([rows[0], sample("a")])
 
 
