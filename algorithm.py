@@ -142,7 +142,7 @@ class Groups:
         return self.tensor([number_or_nan(info.get(key)) for info in self.infos])
 
     def check_key(self, key: str) -> None:
-        """Raise RuntimeError if require_keys is set and no result has this key, except as text or a dict."""
+        """Raise RuntimeError if require_keys is set and no result has a usable value for this key."""
         infos = [info for info in self.infos if info]
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
@@ -185,7 +185,7 @@ class Groups:
             scores = info.get("step_scores")
             if not isinstance(scores, list):
                 scores = []
-            # One more start than scores, because the next paragraph ends the tokens of the last score.
+            # One more start than scores: the last score applies up to where the next paragraph starts.
             starts = starts_of(sample, len(scores) + 1, self.decode)
             numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]
             steps.append(torch.tensor(numbers, dtype=torch.float64))
@@ -468,7 +468,7 @@ class Loss:
 
     compute: Callable
     clip: Clip
-    # Whether to average each sequence's token mean over sequences, rather than average over all tokens.
+    # Average over each sequence's tokens and then over sequences, instead of over all tokens.
     over_sequences: bool = False
 
     def clip_with(self, low: float | None, high: float | None, dual: float) -> Clip:

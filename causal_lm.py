@@ -263,7 +263,7 @@ def checkpointed_layers(model):
 
 
 def layers_of(model, flag: str) -> list:
-    """Return the model's layers, as transformers marks them for gradient checkpointing.
+    """Return the layers that transformers marks for gradient checkpointing.
 
     Raises:
         ValueError: The model has no such layers; the message names the `flag` that needs them.
@@ -338,7 +338,7 @@ def adapter_layers(model) -> dict:
 
 
 def count_adapters(model) -> str:
-    """Return a line with the number of layers of each name that have an adapter."""
+    """Summarise in one line how many layers of each name have an adapter."""
     kinds = Counter(name.rpartition(".")[2] for name in adapter_layers(model))
     return f"layers with adapters: {dict(kinds)}"
 

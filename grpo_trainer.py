@@ -65,7 +65,7 @@ def train(config: Config) -> Path | None:
     """
     with Run(config) as run:
 
-        def collect(batch: Batch) -> None:  # With --overlap, a thread does this during the update.
+        def collect(batch: Batch) -> None:  # With --overlap, a thread calls this early.
             while batch.needs_prompts(run.config):  # Only --dynamic-sampling repeats this.
                 prompts = draw_prompts(run, batch)
                 rollouts = roll_out(run, batch, prompts)  # Each sample is scored as soon as it ends.

@@ -244,7 +244,7 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
             found = self.all_reduce(self.accumulate_gradients(batch, is_first_update=not norms))
             sums.update(found)
-            if not norms:  # By now, all tokens have been compared.
+            if not norms:  # By now, the comparison is complete.
                 check_sampler(sums, max_logprob_diff)
             norms.append(self.optimizer_step(found["loss_sum"]))
         return self.metrics(sums, norms)
@@ -268,7 +268,7 @@ class Policy:
         return sums
 
     def compare_with_sampler(self, samples: list[Sample]) -> Counter:
-        """Fill in old log-probabilities, and return their summed distance from the sampler's (all ranks)."""
+        """Fill in old log-probabilities, and sum their distances from the sampler's over all ranks."""
         sums = Counter()
         for sample, logprobs in self.logprobs_of(samples):
             sample.old_logprobs = logprobs
@@ -402,7 +402,7 @@ class Policy:
             tensors = {}
             for name, tensor in of_layer:
                 tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
-                tensors[name] = gather_full(tensor)  # After the cast, there is less to gather.
+                tensors[name] = gather_full(tensor)  # Casting first leaves less to gather.
             yield from revert_weight_conversion(self.model, tensors).items()
 
     def trainable(self):
@@ -475,7 +475,7 @@ def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list
 
 
 def has_gradient(sample: Sample, options) -> bool:
-    """Return whether the loss of this sample can have a gradient."""
+    """Return whether this sample's loss can have a gradient."""
     if sample.advantage is None:
         return False
     if options.entropy_coef or options.kl_coef:

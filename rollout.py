@@ -105,7 +105,7 @@ def generate_batch(
         rows = list(samples)  # The sample of each row; None if its rollout has ended.
         for length in range(1, max_response_length + 1):
             tokens, logprobs = sample_tokens(logits, temperature, top_p, generator)
-            # In one tensor, so that the CPU waits for the GPU once per token. Token ids are exact as doubles.
+            # A single tensor makes the CPU wait for the GPU once per token. Doubles store token ids exactly.
             is_end = torch.isin(tokens, stop_ids)
             sampled = torch.stack([tokens.double(), logprobs.double(), is_end.double()], 1).tolist()
             for row, (token, logprob, ends) in enumerate(sampled):
@@ -157,7 +157,7 @@ def sample_tokens(logits_B_V, temperature, top_p, generator):
 def check_sampling(policy: Policy):
     """Raise ValueError if this process samples incorrectly from the policy's model.
 
-    Model families differ in their caches, and with some caches the prompt is lost. Two short prompts show
+    Model families differ in their caches, and some caches lose the prompt. Two short prompts show
     whether sampling and training compute the same log-probabilities.
     """
     samples = []
@@ -268,7 +268,7 @@ def sampling_parameters(temperature, top_p, eos_ids) -> dict:
 
 
 def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
-    """Return a session with the router, for `rollout_batch_size` concurrent requests per server."""
+    """Return an HTTP session with the router, for `rollout_batch_size` concurrent requests per server."""
     config = servers.service.config
     limit = min(rollout_batch_size * config.num_servers, MAX_CONNECTIONS)
     return aiohttp.ClientSession(
@@ -460,8 +460,8 @@ class WeightFolder:
     """The policy's model folder for the servers of one node, used directly or as a Ray actor there.
 
     `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
-    A server that starts during this may fail and restart, or read a mixture of old and new weights. It
-    reloads the weights before it gets a request. An existing folder of this user is reused, because its actor
+    A server that starts meanwhile may fail and restart, or read a mixture of old and new weights. It reloads
+    the weights before it gets a request. An existing folder of this user is reused, because its actor
     may have died. Raises PermissionError if another user owns the folder and could change the weights.
     """
 

@@ -328,7 +328,7 @@ class Run:
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))
         if find_spec("tools"):  # A copy of the scripts may lack tools/.
-            print(f"live page of this run: python -m tools.view_run {folder} --serve", flush=True)
+            print(f"to watch this run in a browser: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
         if shares_gpus:  # The judge starts first: it allocates its memory and then sleeps.

@@ -353,7 +353,7 @@ def accuracies(line: dict) -> list[str]:
 def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
     """Print the most important metrics of a step or an evaluation, in lines of at most 120 characters.
 
-    `terms` are the names of reward components, which are shown as well.
+    Reward components named in `terms` are shown as well.
     """
     labels = ON_SCREEN | {f"reward/{term}": term for term in terms if f"reward/{term}" not in ON_SCREEN}
     parts = [f"step {line['step']}/{total_steps}"]

@@ -104,7 +104,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # docs/rollouts.md.
     rollout_fn: str | None = None
     rollout_kwargs: str = "{}"  # JSON object of arguments for every call of --rollout-fn.
-    # Time limit of --rollout-fn per sample, in seconds, excluding the time that the policy generates.
+    # Time limit of --rollout-fn per sample in seconds, excluding the policy's generation time.
     rollout_timeout: float = 600.0
     rollout_servers: int = 1  # Number of vLLM servers of the policy.
     rollout_tensor_parallel: int = 1  # Number of GPUs per vLLM server of the policy.
@@ -127,9 +127,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     max_refills: int = 10  # Maximum number of times per step that --dynamic-sampling draws more prompts.
     # Stop the run after this many consecutive steps without a learning signal; 0: never.
     max_idle_steps: int = 10
-    # Number of tokens before the length limit over which the length penalty grows (DAPO); 0: no penalty.
+    # Number of tokens before the length limit in which the length penalty grows (DAPO); 0: no penalty.
     overlong_buffer: int = 4096
-    overlong_factor: float = 1.0  # Largest length penalty, which a response at the length limit gets.
+    overlong_factor: float = 1.0  # Maximum length penalty, which applies at the length limit.
 
     total_steps: int = 200  # Number of training steps; 0: only evaluate.
     train_batch_size: int = 512  # Number of prompts per step.

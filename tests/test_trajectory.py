@@ -1389,7 +1389,7 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
     root = Path(__file__).parent.parent
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("live page of this run"):
+            if line.startswith("to watch this run in a browser"):
                 break
         sent = threading.Timer(15, process.send_signal, [signal.SIGINT])
         sent.start()
