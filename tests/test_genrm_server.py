@@ -682,7 +682,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         )
         assert all("/collective_rpc" in told(servers.service, number)["calls"] for number in range(2))
         (servers.folder.path / "refuse_collective_rpc").touch()
-        with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .400.: .*will not"):
+        with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .status 400.: .*will not"):
             servers.sync()
         (servers.folder.path / "refuse_collective_rpc").unlink()
         (servers.folder.path / "die_of_collective_rpc").touch()

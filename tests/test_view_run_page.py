@@ -367,7 +367,7 @@ def test_many_evaluations_are_thinned_but_for_the_first_and_the_last(tmp_path):
     evaluated = sorted({group["step"] for group in data["groups"] if group["split"] == "val"})
     trained = {group["step"] for group in data["groups"] if group["split"] == "train"}
     assert evaluated[0] == 0 and evaluated[-1] == 100 and 3 < len(evaluated) < 30 and len(trained) > 20
-    assert "samples of one evaluation in " in data["notes"][0] and page.stat().st_size < 0.35e6
+    assert "samples of only one evaluation in " in data["notes"][0] and page.stat().st_size < 0.35e6
 
 
 # ---------------------------------------------------------------------- colours, labels, keys, narrow screens

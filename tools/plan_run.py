@@ -5,9 +5,9 @@
     python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
 This script makes all checks of the trainer, then estimates memory from each model's config.json. On GPUs, it
-also reserves the resources of the run in Ray, prints which processes each node got, and releases them. With
---gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit into the
-key-value cache. benchmarks/simulate.py estimates time.
+also reserves the resources of the run in Ray, prints which processes each node got, and releases them; if you
+pass --gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit into
+the key-value cache. benchmarks/simulate.py estimates time.
 """
 
 import dataclasses
