@@ -163,7 +163,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
     # Keep the weights and optimizer state of the ranks in host memory, which saves GPU memory but is slower.
     policy_offload: bool = False
-    max_restarts: int = 3  # How often dead ranks may be restarted from the newest checkpoint.
+    # Maximum number of times that the ranks are restarted from the newest checkpoint after a rank has died.
+    max_restarts: int = 3
     # Number of CPU threads that torch uses; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 

@@ -267,7 +267,7 @@ give the first wrong paragraph, counted from 0; -1 means that no paragraph is wr
 - **Answer**: `compute_score` compares the last box with the correct answer. Here, {right} of {len(samples)}
   answers are correct.
 - **Judge**: `compute_score_fapo` queries the judge only on correct answers.
-- **Oracle**: `first_wrong_paragraph` computes the correct verdict. Training does not use it.
+- **Oracle**: `first_wrong_paragraph` computes the correct verdict. Training does not use the oracle.
 - **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a wrong paragraph, and 1
   otherwise.
 - **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, where

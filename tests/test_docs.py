@@ -440,7 +440,7 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
     told = [middle(name, "again_weak", "toy/truly_correct") for name in ("penalty2", "fapo_oracle")]
     assert "{} of the answers end up fully correct with λ = 2, and {} with λ = 1".format(*told) in text
     told = middle("fapo_oracle", "weak", "toy/truly_correct")
-    assert f"From there, {told} of the answers end up fully correct with λ = 1" in text
+    assert f"In those runs, {told} of the answers end up fully correct with λ = 1" in text
     told = [middle(f"fapo_recall{recall}", "own1") for recall in (0.9, 0.7, 0.5)]
     told += [middle("fapo_oracle", "own1"), middle("rule", "own1")]
     rates = "flawed-positive rates of {}, {} and {}. A perfect judge gives {}, and the outcome reward {}."
@@ -490,7 +490,7 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
     cells = f"{never} {cpu_of_a_step(trl):.1f} | {trl['points'][-1]['score']:.2f} |"
     assert f"| TRL 1.16 without gradient checkpointing | {cells}" in text
     ratio = cpu_of_a_step(trl) / cpu_of_a_step(ours)
-    assert f"A step of TRL takes {ratio:.1f} times as much CPU time." in text
+    assert f"A step takes {ratio:.1f} times as much CPU time with TRL as with `grpo_trainer.py`." in text
     assert "rose from {:.2f} to {:.2f}, and ours".format(trl["rewards"][0], trl["rewards"][-1]) in text
     told = ours["rewards"][0], ours["rewards"][-1], max(ours["rewards"])
     assert "ours from {:.2f} to {:.2f} ({:.2f} at best)".format(*told) in text
