@@ -76,8 +76,8 @@ class Config:
     queue_timeout: float = 180.0
     request_timeout: float = 3600.0  # Time limit for a request and its retries, in seconds. Then: status 504.
     max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get status 413.
-    # Key that clients must send as a bearer token. old,new accepts both keys. Empty: the value of
-    # ROUTER_API_KEY, which hides the key from the list of processes, or no key.
+    # Key that clients must send as a bearer token, or several accepted keys separated by commas. Empty: the
+    # environment variable ROUTER_API_KEY, which the process list does not show, or no key if it is unset.
     api_key: str = ""
     # Key that the router sends to the servers. Empty: the value of ROUTER_SERVER_KEY, or the client's key.
     server_key: str = ""
