@@ -364,7 +364,7 @@ _grader_threads = ThreadPoolExecutor(4)  # Event loops use at most 4 child proce
 
 @functools.cache
 def _graders(process):
-    """Return the list of pipes to idle child processes of the process with this id, and the list's lock."""
+    """Return the pipes to the idle child processes of the process with this id, and a lock for them."""
     return [], threading.Lock()
 
 

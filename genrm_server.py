@@ -286,7 +286,7 @@ class ModelServers:
                     elif not slot.ready and silent > self.config.startup_timeout:
                         return f"was not ready after {silent:.1f} s; raise --startup-timeout"
                     elif slot.ready and silent > HANG_SECONDS:
-                        return f"hangs: /health has not answered for {silent:.0f} s"
+                        return f"hangs: /health has not responded for {silent:.0f} s"
                     if slot.ready:
                         start_lock.close()
                     if self.router.ready and all(other.joined for other in self.slots):
@@ -625,7 +625,7 @@ class KeyGuard:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 from starlette.responses import PlainTextResponse
-                app = PlainTextResponse("missing or wrong key: send 'Authorization: Bearer KEY'", 401)
+                app = PlainTextResponse("missing or wrong key; send 'Authorization: Bearer KEY'", 401)
         await app(scope, receive, send)
 
 

@@ -234,7 +234,7 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     problem = str(_pick(raw, "problem"))
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
-        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; it must be a list of strings (not in CSV)")
+        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; it must be a list of strings")
     paragraphs = [step.strip() for step in steps]
     style = "tagged" if raw["answer"] else "no_truth"
     return _row(

@@ -168,7 +168,7 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
         if name in found:
-            raise ValueError(f"{flag(field)} {value}: another model has this name; rename one")
+            raise ValueError(f"{flag(field)} {value}: another model has the same name; rename it")
         found[name] = text
     return found
 

@@ -114,7 +114,7 @@ def check_files(job: Job):
     for file, digest in job.files.items():
         path = Path(file)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise FileChanged(f"{file} has changed since the run began; restore it or start a new run")
+            raise FileChanged(f"{file} has changed since the run began; restore the file or start a new run")
 
 
 def load_function(spec: str, kind: str = "reward function"):

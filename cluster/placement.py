@@ -118,7 +118,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [", ".join(f"{name} {number}" for name, number in slot.processes) for slot in slots]
                 raise ValueError(
-                    f"not enough GPUs: {name} {number} needs {spec.gpus:g} of {gpus:g} GPUs, next to "
+                    f"not enough GPUs: {name} {number} needs {spec.gpus:g} of {gpus:g} GPUs in addition to "
                     f"{placed}; lower a GPU share or the number of processes"
                 )
             best.processes[name, number] = spec
@@ -172,7 +172,7 @@ class Reservation:
             free = ray.available_resources()
             free = f"only {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
             wanted = f"{len(self.bundles)} bundles such as {self.bundles[-1]}"
-            raise RuntimeError(f"{names}: the Ray cluster must have {wanted}, but {free}; add nodes")
+            raise RuntimeError(f"{names}: the Ray cluster lacks resources for {wanted}: {free}; add nodes")
 
     def nodes(self, name: str) -> list[str]:
         """Return the node of each process with this name."""

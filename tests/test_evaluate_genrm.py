@@ -339,7 +339,7 @@ def test_command_line(bench, tmp_path):
         return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
 
     code, out, err = asyncio.run(main())
-    assert code == 2 and err.startswith("error: --router-address") and "does not name its model" in err
+    assert code == 2 and err.startswith("error: --router-address") and "cannot get the model name" in err
     rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
     assert rows[1]["critiques"] == [

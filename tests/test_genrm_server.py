@@ -490,7 +490,7 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
             )
         )
         assert ask(f"http://{servers.router_address}") and restarts_of(servers) == 0
-        assert "router hangs: /health has not answered for" in capfd.readouterr().out
+        assert "router hangs: /health has not responded for" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -112,16 +112,16 @@ def test_plans_that_fit_are_hardly_ever_refused():
 @pytest.mark.parametrize(
     "specs, gpus, message",
     [
-        ({"rank": Spec(1, 0, 1.0)}, 0, "not enough GPUs: rank 0 needs 1 of 0 GPUs, next to []; lower"),
+        ({"rank": Spec(1, 0, 1.0)}, 0, "not enough GPUs: rank 0 needs 1 of 0 GPUs in addition to []; lower"),
         (
             {"rank": Spec(2, 0, 0.5, apart=True)},
             1,
-            "rank 1 needs 0.5 of 1 GPUs, next to ['rank 0']; lower",
+            "rank 1 needs 0.5 of 1 GPUs in addition to ['rank 0']; lower",
         ),
         (
             {"rank": Spec(2, 0, 0.5, apart=True), "server": Spec(2, 0, 0.6)},
             2,
-            "server 0 needs 0.6 of 2 GPUs, next to ['rank 0', 'rank 1']; lower a GPU share",
+            "server 0 needs 0.6 of 2 GPUs in addition to ['rank 0', 'rank 1']; lower a GPU share",
         ),
         ({"rank": Spec(7, 0, 1.0), "server": Spec(1, 0, 2.0)}, 8, "rank 6 needs 1 of 8 GPUs"),
     ],

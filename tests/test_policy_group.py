@@ -211,7 +211,7 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     with pytest.raises(ValueError, match="no_such_family"):
         group_of(2, tmp_path)
     monkeypatch.setattr(policy_group, "RESERVE_TIMEOUT", 1.0)
-    with pytest.raises(RuntimeError, match="rank: the Ray cluster must have 500 bundles"):
+    with pytest.raises(RuntimeError, match="rank: the Ray cluster lacks resources for 500 bundles"):
         group_of(500)
 
 

@@ -189,10 +189,10 @@ def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
     shares = ["--policy-gpu-share", "0.6", "--rollout-gpu-share", "0.3", "--gradient-checkpointing"]
     arguments = ["--train-file", "t", "--out-dir", "o", *shares]
     for more, expected in (
-        ([], "too little for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"),
+        ([], "too little memory for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"),
         (
             ["--lora-rank", "32", "--max-tokens-per-micro-batch", "65536"],
-            "too little; lower --max-tokens-per-micro-batch",
+            "too little memory; lower --max-tokens-per-micro-batch",
         ),
         (["--lora-rank", "32", "--max-tokens-per-micro-batch", "4096"], "it fits"),
     ):

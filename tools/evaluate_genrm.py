@@ -188,7 +188,7 @@ async def chat_settings(config: Config) -> dict:
     try:
         model = model or (await scores.served_model(config.router_address))["id"]
     except Exception as error:  # The address may belong to another kind of server.
-        raise OSError(f"--router-address {config.router_address}: the server does not name its model "
+        raise OSError(f"--router-address {config.router_address}: cannot get the model name "
                       f"({error!r}); check that the judge is running, or pass --model") from error
     finally:
         await scores.close_session()

@@ -196,10 +196,10 @@ def report(config, num_rows: int) -> str:
     if peak <= available:
         fits = "it fits"
     elif always > available and not config.lora_rank:
-        fits = "too little for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"
+        fits = "too little memory for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"
     else:
         fits = (
-            "too little; lower --max-tokens-per-micro-batch or --rollout-batch-size, pass "
+            "too little memory; lower --max-tokens-per-micro-batch or --rollout-batch-size, pass "
             "--gradient-checkpointing, or raise --policy-ranks"
         )
     what = "peak of the known parts" if None in estimate.values() else "approximate peak"
@@ -237,7 +237,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
     except Exception:  # The model's files are missing, or the model is of an unknown kind.
         return f"{have:9.2f} GB  {name}: its memory use is unknown"
     room = f"room for {tokens:,.0f} tokens (longest sequence: {longest:,.0f})"
-    fits = "it fits" if tokens >= longest else "too little; raise its share or lower --max-model-len"
+    fits = "it fits" if tokens >= longest else "too little memory; raise its share or lower --max-model-len"
     if not splits_heads(text, gpus):
         heads = text.num_attention_heads
         fits = f"vLLM cannot split {heads} attention heads over {gpus} GPUs; use fewer GPUs"
