@@ -431,7 +431,7 @@ def _math_verify(answer, truth):
         verdict = grader.recv()
     except (EOFError, ConnectionError):  # The child died.
         return None
-    free.append(grader)  # After an interrupt, the child is not reused: its answer is still due.
+    free.append(grader)  # After an interrupt, the child is not reused: its answer is still pending.
     return verdict
 
 
@@ -459,7 +459,7 @@ PROMPT_STYLES = {"tagged": (_TAGGED, _TAGS), "no_truth": (_NO_TRUTH, _TAGS), "ra
 
 
 def split_paragraphs(solution: str) -> list[str]:
-    """Split a solution at empty lines. As in FAPO-Critic, a line of spaces is not empty."""
+    """Split a solution at empty lines. As in FAPO-Critic, a line that contains spaces is not empty."""
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
@@ -514,7 +514,7 @@ SHARED_ANSWERS = 1024  # Identical requests come from one group, so a few recent
 
 
 class _SharedAnswer(asyncio.Lock):
-    """The answer to identical requests. The first caller locks it and asks; the others read `answer`."""
+    """The answer to identical requests: the first caller locks it and sends one, and the others read it."""
     answer = None
 
 
@@ -820,7 +820,7 @@ async def compute_score_fapo(
         if extra_info.get("question") is None:
             raise ValueError("extra_info['question'] is missing; the judge needs the problem's text")
         solution = solution_str
-        if len(turns) > 1:  # Each paragraph starts with its real author, so no text can fake one.
+        if len(turns) > 1:  # Each paragraph starts with its author, so that no text can claim another.
             solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
         verdict = await judge_solution(
             extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,

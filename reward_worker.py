@@ -158,7 +158,7 @@ def flag(field: str) -> str:
 
 
 def load_in_this_process(field: str, spec: str):
-    """Load a user's function for this process. It may import modules of its folder later, when it runs."""
+    """Load a user's function for this process. The function may import modules of its folder later."""
     path, name = file_and_name(field, spec)
     with modules_of_the_user(path.parent):
         function = load_function(f"{path}:{name}", flag(field))
@@ -233,7 +233,7 @@ class Scorer:
             return failure("error", error_line(error, self.file), is_retryable(error))
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
-        """Call any function once, outside an event loop because the function may call asyncio.run."""
+        """Call any function once, outside of an event loop because it may call asyncio.run itself."""
         try:
             arguments = pickle.loads(payload)
             value = self.function(**arguments)
@@ -325,12 +325,12 @@ def grading_main(fd: int):
         os.killpg(0, signal.SIGKILL)
     os.set_inheritable(fd, False)
     pipe = Connection(fd)
-    os.register_at_fork(after_in_child=pipe.close)  # Forks of the function do not get the pipe.
+    os.register_at_fork(after_in_child=pipe.close)  # Processes that the function forks do not get the pipe.
     answers = open(fd, "wb", closefd=False)
     pid = os.getpid()
 
     def answer(number: bytes, result: bytes):
-        if os.getpid() != pid:  # This is a fork of the function, which must not answer.
+        if os.getpid() != pid:  # A process that the function forked has returned. It must not answer.
             os._exit(0)
         answers.write(number + b" " + result + b"\n")
         answers.flush()
@@ -485,7 +485,7 @@ class RewardLoopWorker:
     async def _run(self, number, payload):
         started = time.monotonic()
         result = self.changed or await self.scorer.score(payload)
-        if os.getpid() != self.pid:  # This is a fork, but the event loop belongs to its parent.
+        if os.getpid() != self.pid:  # A forked process must not use the event loop of its parent.
             os._exit(0)
         if number in self.running:  # Otherwise the timeout has already been reported.
             _, timer = self.running.pop(number)

@@ -37,7 +37,7 @@ RULES = [
     # The responses contain an answer and continue after it.
     ("missing-end-token", 3, ["response_length/clipped > 0.9", "without_answer < 0.5"],
      "check the chat template and the end tokens in generation_config.json"),
-    # With long answers, it is normal that a tenth of the samples is truncated.
+    # If answers are long, it is normal for a tenth of the samples to be truncated.
     ("truncation", 3, ["response_length/clipped > 0.3", "without_answer > 0.3"],
      "raise --max-response-length; if the responses ramble, check the chat template"),
     # Base models forget the box. They learn to use it if some samples have it or if the format is rewarded.
@@ -179,12 +179,12 @@ def holds(conditions: list[str], numbers: list[dict]) -> bool:
 
 
 def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) -> list[Finding]:
-    """Return the findings of a run, in the order in which they began.
+    """Return the findings of a run, in the order of their first steps.
 
     Args:
         lines: The lines of metrics.jsonl.
         samples: The lines of samples.jsonl.
-        last: Find only findings of this many last steps. None: of all steps.
+        last: Return only findings of this many latest steps. None: of all steps.
     """
     lines = [line for line in lines if "reward/mean" in line]
     samples = [sample for sample in samples if sample["split"] == "train"]

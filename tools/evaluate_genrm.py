@@ -58,7 +58,7 @@ class Config:
     chat_kwargs: str = "{}"
     concurrency: int = 256  # Maximum number of concurrent requests.
     timeout_s: float = 3600.0  # Time limit for one critique with all attempts and queueing, in seconds.
-    limit: int | None = None  # Use only the first rows, up to this number. Default: all rows.
+    limit: int | None = None  # Number of rows to use, from the start of the file. Default: all rows.
 
 
 ANSWERED = ("ok", "truncated")  # Any other status is a failed request, which the next run repeats.

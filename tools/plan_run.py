@@ -23,7 +23,7 @@ import settings
 
 @dataclass
 class Config(settings.Config):
-    """The run to plan, as flags of the trainer, and the GPUs for it."""
+    """The run to plan (the trainer's options) and its GPUs."""
 
     # Number of GPUs of each planned node, such as 4 4 for two nodes. Default: the GPUs of the Ray cluster.
     gpus: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ from run import Run
 
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by default
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
-VLLM_SEQUENCES = 1024, 256  # vLLM's default for --max-num-seqs on GPUs from 70 GiB, and on smaller ones
+VLLM_SEQUENCES = 1024, 256  # vLLM's default --max-num-seqs on GPUs of at least 70 GiB, and on smaller ones
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
@@ -62,7 +62,7 @@ def text_config_of(config, model: str):
 
 
 def count_parameters(config, device: str = "cpu") -> tuple:
-    """Return the sizes of the model, its trained parameters, its largest layer, and all except layers.
+    """Return the sizes of the model, its trained parameters, its largest layer, and its other parts.
 
     The unit is 4 bytes. The sizes are NaN if the model cannot be built without its weights.
     """
