@@ -33,7 +33,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Literal
 
-import tyro  # Functions import router.py and torch, because every guard() imports this file.
+import tyro  # router.py and torch are imported in functions, because every guard() imports this file.
 
 FOLDER = str(Path(__file__).parent)
 
@@ -106,7 +106,7 @@ def resolve_config(config: Config) -> Config:
     )
     path = Path(config.model).expanduser()
     if path.exists():
-        config.model = str(path.absolute())  # A link may point to different folders on different nodes.
+        config.model = str(path.absolute())  # Keep links: they may have other targets on other nodes.
     if config.device == "auto":
         config.device = choose_device()
     return config
@@ -117,7 +117,7 @@ def choose_device() -> str:
     import torch
     if torch.cuda.is_available():
         return "cuda"
-    with contextlib.suppress(OSError):  # nvidia-smi is not installed
+    with contextlib.suppress(OSError):  # nvidia-smi may not be installed.
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
             raise ValueError(
                 f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
@@ -544,7 +544,7 @@ class VllmServer(Process):
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             cores = cores_of_server(config, part, parts)  # one list per process
             all_cores = [core for one in cores for core in one]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # one process ignores it
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # A single process ignores it.
             env["OMP_NUM_THREADS"] = str(len(cores[0]))
         else:
             command += ["--dtype", config.dtype or "auto"]

@@ -200,7 +200,7 @@ def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     question = str(_pick(raw, "Question"))
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     choices = [str(_pick(raw, column)).strip() for column in columns]
-    order = [0, 1, 2, 3]  # We shuffle positions because two choices may have the same text.
+    order = [0, 1, 2, 3]  # Positions are shuffled because two choices may have the same text.
     Random(f"{seed} {question}").shuffle(order)
     shuffled = [choices[position] for position in order]
     problem = CHOICES.format(question, *shuffled)  # The judge also needs the choices.
@@ -281,7 +281,7 @@ HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of splits that
 
 
 def serves(path: Path, source: Source) -> bool:
-    """Return whether a local file has this data set and split. See the rule in the module's docstring."""
+    """Return whether a local file has this data set and split. The module's docstring has the rule."""
     words = re.split("[^a-z0-9]+", path.stem.lower())
     name = re.split("[-_]", source.data_source)
     if path.suffix.lower() not in SUFFIXES or words[: len(name)] != name or not HELD_OUT.isdisjoint(words):
