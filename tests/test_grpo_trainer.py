@@ -1057,7 +1057,7 @@ def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model,
         tmp_path / "train.parquet",
     )
     (tmp_path / "reward.py").write_text(REWARD)
-    with pytest.raises(ValueError, match="row 0: no column 'reward_model'"):
+    with pytest.raises(ValueError, match="row 0: the column 'reward_model' is missing"):
         grpo_trainer.train(run_config(tmp_path, "run"))
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template"):
