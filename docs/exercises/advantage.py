@@ -1,7 +1,8 @@
-"""Exercise 1: an advantage without the division by the deviation (docs/teaching.md).
+"""Exercise 1: advantages without division by the standard deviation (docs/teaching.md).
 
-This is GRPO's, as in algorithm.py. A group in which one response is 0.2 better than the others is pushed as
-hard as one in which it is right and they are wrong. Change `advantages` so that what is small stays small.
+`advantages` implements GRPO, as algorithm.py does. The division gives every group the same weight: if one
+response is only 0.2 better than the others, it gets the same advantage as the only correct response among
+wrong ones. Change `advantages` so that small differences in reward give small advantages.
 
     pytest docs/exercises/test_advantage.py
 """
@@ -10,7 +11,10 @@ import torch
 
 
 def advantages(rewards_P_G: torch.Tensor) -> torch.Tensor:
-    """Each reward within its group. NaN is no verdict: advantage 0, and left out of the group's mean."""
+    """Return the advantage of each reward within its group.
+
+    NaN means that a sample has no verdict. Its advantage is 0, and the group's mean excludes it.
+    """
     known = ~rewards_P_G.isnan()
     count = known.sum(1, keepdim=True)
     mean = rewards_P_G.nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)

@@ -1,12 +1,13 @@
-"""Exercise 6: the agent that stopped asking (docs/teaching.md).
+"""Exercise 6: a policy that stops calling its tool (docs/teaching.md).
 
-In the world with a tool (toy/shop_world.py) the policy can look a price up: it writes "pears?", and the tool
-continues with "7". `compute_score` rewards the answer and charges for each look-up. It is the obvious reward,
-but it teaches the policy to make its prices up ("pears=4"), because nine of ten guesses are right.
+In the world with a tool (toy/shop_world.py), the policy can look up a price: it writes "pears?", and the tool
+adds its answer, for example "7". `compute_score` rewards the final answer and subtracts a cost per look-up.
+This is the obvious reward, but it teaches the policy to make up its prices ("pears=4"), because nine of ten
+guesses lead to the correct answer.
 
-Write `is_grounded`, without an oracle and without the true prices: whether the policy calculated with what
-the tool said, and with nothing else. `compute_score` already takes `penalty` from a correct answer that is
-not grounded. The turns say who wrote what: {"who": "policy" or "tool", "text": ...}.
+Write `is_grounded` without an oracle and without the true prices. It checks whether the policy calculated
+with the tool's answers and with no other prices. `compute_score` already subtracts `penalty` if a correct
+answer is not grounded. Each turn names its author: {"who": "policy" or "tool", "text": ...}.
 
     pytest docs/exercises/test_asking.py
     bash recipes/toy_tools.sh 0 outputs/class/asking --reward-fn docs/exercises/asking.py:compute_score
@@ -17,9 +18,9 @@ from toy import shop_world
 
 
 def is_grounded(turns: list[dict]) -> bool:
-    """Whether the numbers that the policy adds and subtracts are the tool's answers, in their order.
+    """Return whether the policy adds and subtracts exactly the tool's answers, in the same order.
 
-    A sum is "65+7=72": of 65 and a price that the tool has said before it. The exercise.
+    In the sum "65+7=72", for example, the tool must have returned the price 7. This function is the exercise.
     """
     return True
 
@@ -27,7 +28,7 @@ def is_grounded(turns: list[dict]) -> bool:
 def compute_score(
     data_source, solution_str, ground_truth, extra_info, turns, penalty=1.0, call_cost=0.03
 ) -> dict:
-    """The answer, less the cost of its look-ups, less `penalty` if it is correct but not grounded."""
+    """Score the answer, minus the cost of its look-ups, minus `penalty` if it is correct but not grounded."""
     result = scores.compute_score(data_source, solution_str, ground_truth)
     calls = sum(turn["who"] == "tool" for turn in turns)
     ungrounded = result["acc"] and not is_grounded(turns)
@@ -36,6 +37,6 @@ def compute_score(
         "score": result["score"] - call_cost * calls - penalty * ungrounded,
         "calls": calls,
         "ungrounded": ungrounded,
-        "truly_correct": seen["truly_correct"],  # by the oracle, which only measures
+        "truly_correct": seen["truly_correct"],  # The oracle does not affect the score.
     }
     return result

@@ -1,9 +1,10 @@
-"""Exercise 3: a judge that can be hacked, and how to notice (docs/teaching.md).
+"""Exercise 3: a judge that can be hacked, and an audit that detects the hacking (docs/teaching.md).
 
-`compute_score` pays like FAPO, with a judge that knows forgotten carries and no other slip. It is given, and
-right. A policy trained with it soon looks flawless to it. `missed_by_judge` is the alarm, and it never rings:
-it looks again at what the judge has flagged. Mend it: draw `n` at random (or all, if fewer) of the right
-answers (`acc`) in which the judge found nothing, and return the share that the second opinion calls flawed.
+`compute_score` is correct as given. It is FAPO with a judge that knows forgotten carries and no other errors.
+A policy trained with this judge soon seems to make no errors. `missed_by_judge` should raise an alarm, but it
+never does, because it re-checks the answers that the judge flagged. Fix it: consider the correct answers
+(`acc`) in which the judge found no flaw, draw `n` of them at random (or all, if there are fewer), and return
+the fraction that the second judge calls flawed.
 
     pytest docs/exercises/test_audit.py
     python grpo_trainer.py ... --reward-fn docs/exercises/audit.py:audited
@@ -17,7 +18,7 @@ from toy import toy_world
 
 
 def narrow_verdict(solution: str) -> int:
-    """The first paragraph in which a carry was forgotten, -1 if there is none."""
+    """Return the index of the first paragraph with a forgotten carry, or -1 if there is none."""
     for index, line in enumerate(scores.split_paragraphs(solution)):
         parts = re.fullmatch(r"(\d+)([+-]\d+)=(\d+)", line)
         if parts and int(parts[3]) == toy_world.forgets_carry(int(parts[1]), int(parts[2])):
@@ -26,7 +27,10 @@ def narrow_verdict(solution: str) -> int:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1.0) -> dict:
-    """FAPO with that judge; the oracle looks on (`oracle_flawed_positive`) and pays nothing."""
+    """Score with FAPO and this judge.
+
+    The oracle's verdict (`oracle_flawed_positive`) is recorded but does not affect the score.
+    """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
     flawed = rule["acc"] and narrow_verdict(solution_str) != -1
     result = rule | {"score": rule["score"] - penalty * flawed, "flawed_positive": flawed}
@@ -34,8 +38,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1
 
 
 def audited(data_source, solution_str, ground_truth, extra_info, share=0.05) -> dict:
-    """The same, with the alarm in it: the oracle is the second opinion, on a share of what the judge passes.
-    The run watches `audited` and `audit_flawed` (docs/judges.py does the same with two judges)."""
+    """Score with `compute_score`, and audit a fraction `share` of the answers that the judge accepts.
+
+    The oracle is the second judge. The finding `reward-hacking` uses `audited` and `audit_flawed`. In
+    docs/judges.py, a function of the same name audits with two served judges.
+    """
     result = compute_score(data_source, solution_str, ground_truth, extra_info)
     passed = result["acc"] and not result["flawed_positive"]
     result["audited"] = passed and random.random() < share
@@ -45,10 +52,15 @@ def audited(data_source, solution_str, ground_truth, extra_info, share=0.05) -> 
 
 
 def missed_by_judge(samples: list[dict], second_opinion, n: int = 100) -> float:
-    """Of right answers that the judge passed, the share that a second opinion calls flawed. The exercise.
+    """Return the fraction of the accepted correct answers that a second judge calls flawed.
 
-    samples: lines of samples.jsonl. second_opinion(question, solution) says whether a solution is flawed.
-    It is expensive (a larger judge, a person), so it is asked `n` times at most.
+    This function is the exercise.
+
+    Args:
+        samples: Lines of samples.jsonl.
+        second_opinion: second_opinion(question, solution) returns whether the solution is flawed. Calls are
+            expensive, because the second judge is a larger model or a person.
+        n: Maximum number of calls.
     """
     doubtful = [sample for sample in samples if sample["reward_extra_info"]["flawed_positive"]][:n]
     overruled = [not second_opinion(sample["prompt"], sample["response"]) for sample in doubtful]

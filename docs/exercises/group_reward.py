@@ -1,9 +1,9 @@
 """Exercise 5: a reward that sees the whole group (docs/teaching.md).
 
-This rule sees one response, which cannot tell whether it is a short one among the right responses to its
-prompt. Make it a function of all of them (`solution_strs` instead of `solution_str`), which is called once
-per prompt and returns a list. The shortest right one gets `bonus`, the longest right one nothing, those
-between in proportion.
+`compute_score` sees one response, so it cannot compare the response's length with the lengths of other
+correct responses. Make it a group function: replace the parameter `solution_str` with `solution_strs`, the
+list of all responses to a prompt, and return a list of results. The shortest correct response gets an
+additional `bonus`, the longest gets none, and the bonus decreases linearly with the length in between.
 
     pytest docs/exercises/test_group_reward.py
     python grpo_trainer.py ... --reward-fn docs/exercises/group_reward.py:compute_score

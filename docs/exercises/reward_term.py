@@ -1,10 +1,11 @@
-"""Exercise 2: another reward term (docs/teaching.md).
+"""Exercise 2: an additional reward term (docs/teaching.md).
 
-FAPO tells a wrong answer only that it is wrong. Pay for the part of every solution, right or wrong, that
-stands before its first wrong paragraph: `progress`, a share of its paragraphs, 1.0 where none is wrong. In
-the toy world the oracle knows it (toy_world.first_wrong_paragraph). `with_progress` is to return a new dict,
-`result` staying as it is, with `share` x progress added to `score` and with `progress` beside it. A score of
-None stays None.
+FAPO gives all wrong answers the same reward. Add a term that rewards correct and wrong answers for the
+paragraphs before the first wrong one. `progress` is the number of these paragraphs divided by the number of
+all paragraphs, or 1.0 if no paragraph is wrong. In the toy world, the oracle finds the first wrong paragraph
+(toy_world.first_wrong_paragraph). `with_progress` must return a new dict and leave `result` unchanged. The
+new dict has the additional key `progress`, and `share` x progress is added to its `score`. A score of None
+stays None.
 
     pytest docs/exercises/test_reward_term.py
     python grpo_trainer.py ... --reward-fn docs/exercises/reward_term.py:compute_score
@@ -14,7 +15,7 @@ from toy import toy_world
 
 
 def with_progress(result: dict, solution_str: str, question: str, share: float) -> dict:
-    """`result` with the term in its score and `progress` beside it. The exercise."""
+    """Return a copy of `result` with the term added to `score` and with the key `progress`. The exercise."""
     return result
 
 

@@ -1,8 +1,9 @@
-"""Exercise 4: samples of older weights, and their correction (docs/teaching.md).
+"""Exercise 4: samples from older weights, and their correction (docs/teaching.md).
 
-One token is drawn from a small vocabulary. `gradient` is the expected policy gradient, exactly: instead of
-drawing it takes each token once, with the chance that the old weights would draw it. Where those are not the
-weights of now (--overlap) it is not the policy's own gradient: mend it with what compute_policy_loss offers.
+One token is sampled from a small vocabulary. `gradient` computes the expected policy gradient exactly:
+instead of sampling, it weights each token with its probability under the old weights. If the old weights
+differ from the current weights (--overlap), the result is not the gradient of the current policy. Fix
+`gradient` with the correction that compute_policy_loss offers.
 
     pytest docs/exercises/test_staleness.py
 """
@@ -13,7 +14,10 @@ from algorithm import compute_policy_loss
 
 
 def gradient(logits_V, stale_logits_V, rewards_V, cap: float) -> torch.Tensor:
-    """d loss / d logits, V, of a token drawn from softmax(stale_logits); cap: of a token's weight."""
+    """Return d loss / d logits (V) for a token sampled from softmax(stale_logits_V).
+
+    `cap` is the upper bound of a token's importance weight.
+    """
     logits_V = logits_V.clone().requires_grad_()
     logprobs_V, stale_V = logits_V.log_softmax(-1), stale_logits_V.log_softmax(-1)
     now_V = logprobs_V.detach()

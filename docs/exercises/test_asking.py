@@ -1,4 +1,4 @@
-"""Exercise 6: red with a reward that trusts the policy, green with one that reads who wrote what."""
+"""Exercise 6: these tests fail if the reward trusts the policy and pass if it checks the authors of turns."""
 
 import pytest
 from asking import compute_score, is_grounded
@@ -32,12 +32,12 @@ def score_of(turns, **settings):
     return compute_score("shop", text, "yes", info, turns, **settings)["score"]
 
 
-def test_who_asks_and_uses_the_answers_is_paid_less_the_cost():
-    """Green before and after."""
+def test_a_grounded_answer_loses_only_the_cost_of_its_calls():
+    """This test passes before and after the exercise."""
     assert is_grounded(ASKED) and score_of(ASKED) == pytest.approx(1 - 2 * 0.03)
 
 
-def test_prices_that_are_made_up_cost_the_penalty():
+def test_made_up_prices_cost_the_penalty():
     assert not is_grounded(STATED) and score_of(STATED) == 0.0
     assert score_of(STATED, penalty=0.5) == 0.5
 
@@ -50,11 +50,11 @@ def test_the_policy_cannot_write_the_tools_answers():
     assert not is_grounded(FORGED)
 
 
-def test_asking_and_not_using_the_answer_is_not_grounded():
+def test_ignoring_the_tools_answer_is_not_grounded():
     assert not is_grounded(IGNORED)
 
 
-def test_a_wrong_answer_pays_for_its_calls_only():
-    """Green before and after: the penalty is for correct answers."""
+def test_a_wrong_answer_loses_only_the_cost_of_its_calls():
+    """This test passes before and after the exercise: only correct answers are penalised."""
     wrong = turns_of(*((turn["who"], turn["text"].replace("yes", "no")) for turn in STATED))
     assert score_of(wrong) == -1.0

@@ -1,4 +1,4 @@
-"""Exercise 5: red with a function of one response, green with one of the group."""
+"""Exercise 5: these tests fail with a function of one response and pass with a function of the group."""
 
 import pytest
 from group_reward import compute_score
@@ -12,8 +12,8 @@ def scores_of(*responses, **settings):
     return [result["score"] for result in results]
 
 
-def test_the_short_right_answer_gets_the_bonus():
-    """Those of 12, 22 and 32 characters are right; one of 22 is wrong."""
+def test_short_correct_answers_get_the_bonus():
+    """The correct responses have 12, 22 and 32 characters, and the wrong response has 22."""
     responses = [text.rjust(22) for text in (r"\boxed{4}", r"\boxed{5}")]
     responses += [r"\boxed{4}".rjust(length) for length in (12, 32)]
     assert scores_of(*responses) == pytest.approx([1.25, -1.0, 1.5, 1.0])

@@ -1,4 +1,4 @@
-"""Exercise 2: red without the term, green with it."""
+"""Exercise 2: these tests fail without the term and pass with it."""
 
 import pytest
 from reward_term import compute_score, with_progress
@@ -12,8 +12,8 @@ def score(solution, **settings):
     return compute_score("toy", solution.replace(", ", "\n\n"), "4", {"question": QUESTION}, **settings)
 
 
-def test_the_sound_beginning_is_paid():
-    """Of four paragraphs two are sound, four, and one (a forgotten carry, whose answer is right)."""
+def test_the_sound_beginning_is_rewarded():
+    """Of four paragraphs, the first two, all four or only the first come before a wrong one."""
     wrong = score(r"65+9=74, 74-8=66, 66+3=68, Remainder \boxed{3}")
     sound = score(r"65+9=74, 74-8=66, 66+3=69, Remainder \boxed{4}")
     flawed = score(r"65+9=74, 74-8=76, 76+3=79, Remainder \boxed{4}", share=0.2)
@@ -22,15 +22,15 @@ def test_the_sound_beginning_is_paid():
     assert sound["score"] == pytest.approx(1.5) and flawed["score"] == pytest.approx(0.05)
 
 
-def test_a_failure_is_a_status_and_never_a_number():
-    """A judge that is down gives None, and half a reward is no verdict either."""
+def test_a_missing_verdict_stays_missing():
+    """If the judge is down, the score is None. The term must not replace the missing score."""
     result = {"score": None, "acc": True}
     assert with_progress(result, r"65+9=74", QUESTION, 0.5)["score"] is None
     assert result == {"score": None, "acc": True}
 
 
-def test_the_trainer_takes_its_setting():
-    """Green before and after: settings come from --reward-kwargs, and a misspelt one is refused."""
+def test_the_trainer_accepts_the_setting():
+    """This test passes before and after the exercise. A misspelt setting is rejected."""
     options = dict(reward_fn="docs/exercises/reward_term.py:compute_score")
     reward_loop.RewardOptions(**options, reward_kwargs='{"share": 0.1}').check_rewards()
     with pytest.raises(ValueError, match="shares"):
