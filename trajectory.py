@@ -382,9 +382,11 @@ class Rollouts:
     def watch(self):
         """Print each line of the rollout function that blocks the event loop, and so all trajectories."""
         printed = set()
-        while self.thread.is_alive():
+        while True:
             time.sleep(BLOCKED_S / 4)
             frame = sys._current_frames().get(self.thread.ident)
+            if not self.thread.is_alive():  # Otherwise the frame may belong to a new thread with its ident.
+                return
             if time.monotonic() - self.last_tick < BLOCKED_S or not frame:
                 continue
             places = [place for place in traceback.extract_stack(frame) if place.filename == self.file]

@@ -369,6 +369,17 @@ def test_a_tool_that_blocks_is_named(model, tokenizer, monkeypatch, capfd):
     assert len(set(said)) == len(said)  # On a busy machine the next line may be named as well.
 
 
+def test_a_thread_that_reuses_the_ident_of_an_ended_loop_is_not_named(monkeypatch, capfd):
+    """The loop's thread ends while the watcher sleeps, and this thread has its ident from then on."""
+    import trajectory as trajectory_file
+
+    monkeypatch.setattr(trajectory_file, "BLOCKED_S", 0.4)  # The watcher sleeps for a quarter of this.
+    end = time.monotonic() + 0.05
+    thread = SimpleNamespace(ident=threading.get_ident(), is_alive=lambda: time.monotonic() < end)
+    Rollouts.watch(SimpleNamespace(thread=thread, last_tick=-1e9, file=__file__))
+    assert "asyncio.to_thread" not in capfd.readouterr().out
+
+
 def test_what_a_function_is_given(model, tokenizer):
     given = []
 
