@@ -1,19 +1,19 @@
-"""Check everything that only an NVIDIA GPU can show, and print a table: each check holds, fails, or is
-skipped for a reason.
+"""Check everything that can be tested only on an NVIDIA GPU, and print a table of the checks that passed,
+failed or were skipped.
 
     make check-gpu                                    # or python benchmarks/check_gpu.py; needs no network
     python benchmarks/check_gpu.py --size small       # a model of 1 M parameters instead of 1,065 M
-    python benchmarks/check_gpu.py --model FOLDER     # a real one
-    python benchmarks/check_gpu.py --only servers     # one check again
+    python benchmarks/check_gpu.py --model FOLDER     # a real model
+    python benchmarks/check_gpu.py --only servers     # a single check
 
 Each check is a function that yields rows. It runs in a separate process with a time limit, because a check
-that fails, hangs or dies must not stop the others. Logs stay in outputs/check_gpu. The exit code is 1 if a
+that fails, hangs or dies must not stop the others. Logs are in outputs/check_gpu. The exit code is 1 if a
 check fails and 2 without a GPU.
 
 The models have random weights, whose logits are scaled to an entropy of about four nats: near a uniform
 distribution, every sampler would agree with every trainer.
 
-Not covered: how well anything learns, several machines, and GPUs of other makers.
+Not covered: the quality of training, several machines, and GPUs from other vendors.
 """
 
 import contextlib
@@ -71,14 +71,14 @@ PEAK = {
 
 @dataclass
 class Config:
-    """What a CPU cannot show."""
+    """Checks everything that can be tested only on an NVIDIA GPU."""
 
     size: Literal["small", "large"] = "large"
-    """large: 1,065 M parameters in the shape of a Qwen2. small: 1 M, for a quick look."""
+    """large: 1,065 M parameters in the shape of a Qwen2; small: 1 M, for a quick test."""
     model: str = ""
-    """Folder of a real model instead."""
+    """Folder of a real model to use instead of --size."""
     only: tuple[str, ...] = ()
-    """Names of the checks to run, in this order, from the table's first column; default: all."""
+    """Names of the checks to run, in this order. The table's first column has the names. Default: all."""
 
 
 # ---- what the checks work with
@@ -292,7 +292,8 @@ def check_precision(work: Path, device=GPU, length=256):
     cosine = ab / math.sqrt(aa * bb)
     yield "bf16 and float32: direction of the gradient", cosine > 0.98, f"cosine {cosine:.5f}"
     off = abs(spare["actor/grad_norm"] / plain["actor/grad_norm"] - 1)
-    text = f"{off:.2%} apart; {spare_above:.2f} instead of {above:.2f} GB above weights and optimizer"
+    memory = f"{spare_above:.2f} instead of {above:.2f} GB in addition to weights and optimizer"
+    text = f"{off:.2%} apart; {memory}"
     yield "--gradient-checkpointing: the same norm, less memory", off < 0.01 and spare_above <= above, text
 
 
@@ -357,13 +358,13 @@ def check_update(work: Path, device=GPU, length=1024):
         f"({1e-6 * weights:,.0f} M weights)"
     )
     yield "update: speed", True, f"{tokens / seconds:,.0f} tokens/s, {text}"
-    text = f"{peak:.1f} GB at the peak, estimated {estimate:.1f}, micro-batches of {budget} tokens"
+    text = f"{peak:.1f} GB at the peak, {estimate:.1f} GB estimated, micro-batches of {budget} tokens"
     as_planned = 0.9 * estimate < peak < 1.1 * estimate or device.type == "cpu"  # the plan is a GPU's
-    yield "update: memory, 0.9 to 1.1 of plan_run's estimate", as_planned, text
+    yield "update: memory, 0.9 to 1.1 times plan_run's estimate", as_planned, text
 
 
 def peak_of(device) -> float:
-    """Return bf16 operations per second: the maker's figure, or the measured speed of a large product."""
+    """Return bf16 operations per second: the vendor's figure, or the measured speed of a large product."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for start, rate in PEAK.items():
         if name.startswith(start) and not name.endswith(("NVL", "PCIe")):
@@ -409,12 +410,13 @@ def check_servers(work: Path, device=GPU, length=64):
         yield from room_row(log, plan)
         move()
         off, _ = served()
-        yield "old weights are noticed", off > STALE, f"{off:.3f} nats apart, the trainer stops at {STALE}"
+        text = f"{off:.3f} nats apart; the trainer stops above {STALE}"
+        yield "old weights are detected", off > STALE, text
         first, again = (measure(device, servers.sync)[1] for _ in range(2))
         off, seconds = served()
         text = (
-            f"{off:.4f} nats apart; {again:.2f} s a sync (the first {first:.2f}), {sent / again:.2f} GB/s; "
-            f"{32 * length / seconds:,.0f} tokens/s"
+            f"{off:.4f} nats apart; {again:.2f} s per sync (first sync {first:.2f} s), "
+            f"{sent / again:.2f} GB/s; {32 * length / seconds:,.0f} tokens/s"
         )
         yield "new weights", off < AGREE, text
         process = servers.service.slots[0].server.child
@@ -423,20 +425,20 @@ def check_servers(work: Path, device=GPU, length=64):
         move()
         _, synced, *_ = measure(device, servers.sync)
         off, seconds = served()
-        text = f"{off:.4f} nats apart, back after {synced + seconds:.0f} s"
-        yield "a killed server comes back with new weights", off < AGREE, text
+        text = f"{off:.4f} nats apart; ready after {synced + seconds:.0f} s"
+        yield "a killed server restarts with the new weights", off < AGREE, text
     finally:
         servers.shutdown()
 
 
 def room_row(log: str, plan: str):
-    """Compare a server's room for keys and values with the estimate of plan_run; no row on a CPU."""
+    """Compare the capacity of a server's KV cache with the estimate of plan_run. Yields no row on a CPU."""
     found = re.findall(r"GPU KV cache size: ([\d,]+) tokens", log)
     planned = re.search(r"room for ([\d,]+) tokens", plan)
     if found and planned:
         tokens, expected = (int(text.replace(",", "")) for text in (found[-1], planned[1]))
-        text = f"{tokens:,} tokens, {tokens / expected:.2f} of plan_run's {expected:,}"
-        yield "room for keys and values, 0.8 to 1.25 of plan_run's", 0.8 < tokens / expected < 1.25, text
+        text = f"{tokens:,} tokens, {tokens / expected:.2f} times plan_run's {expected:,}"
+        yield "KV-cache capacity, 0.8 to 1.25 times plan_run's estimate", 0.8 < tokens / expected < 1.25, text
 
 
 def check_speed(work: Path, device=GPU, count=512, length=512):
@@ -541,18 +543,18 @@ def check_sleep(work: Path):
         size = int(POLICY_SHARE * torch.cuda.get_device_properties(GPU).total_memory)
         try:
             torch.empty(size, dtype=torch.uint8, device=GPU).fill_(1)
-            fits, text = True, "taken"
+            fits, text = True, "allocated"
         except torch.cuda.OutOfMemoryError as error:
             fits, text = False, str(error)[:150]
         torch.cuda.empty_cache()
-        what = f"beside a judge of share {POLICY_SHARE} that sleeps there is room for a policy of that share"
-        yield what, fits, f"{size / 2**30:.1f} GiB {text}, expected to be taken"
+        what = f"a policy with GPU share {POLICY_SHARE} fits next to a sleeping judge with the same share"
+        yield what, fits, f"{size / 2**30:.1f} GiB {text}; expected: allocated"
         _, to_wake, *_ = measure(GPU, partial(judge.sleep, False))
         text = f"{before:.1f} GiB before, {awake:.1f} awake, {asleep:.1f} asleep, {used():.1f} awake again; "
-        text += "expected to give back more than half"
-        yield "a sleeping judge gives most of its memory back", asleep - before < 0.5 * (awake - before), text
+        text += "expected: frees more than half"
+        yield "a sleeping judge frees most of its memory", asleep - before < 0.5 * (awake - before), text
         text = f"{to_sleep:.1f} s to sleep, {to_wake:.1f} s to wake, greedy answers of 32 tokens"
-        yield "awake again it answers as before", answers() == first, text
+        yield "after waking, the judge gives the same answers", answers() == first, text
     finally:
         judge.shutdown()
 
@@ -566,8 +568,8 @@ SERVER = "--rollout-vllm-args=--enforce-eager"
 RUNS = {  # name -> (flags, GPUs, what its figures should be)
     "shares": (f"{EAGER} {JUDGE}", 1, "every sample judged"),
     "colocate": (f"{EAGER} {JUDGE} --reward-mode colocate", 1, "every sample judged by a judge that slept"),
-    "lora": (f"{EAGER} --lora-rank 16", 1, "checkpoints of adapters, merged at the end"),
-    "offload": (f"{EAGER} --policy-offload", 1, "steps slower than those of shares"),
+    "lora": (f"{EAGER} --lora-rank 16", 1, "adapter checkpoints, merged at the end"),
+    "offload": (f"{EAGER} --policy-offload", 1, "slower steps than in shares"),
     "two_ranks": (f"{EAGER} --policy-ranks 2 --rollout-servers 2", 2, "a rank and a server on each GPU"),
     "tensor_parallel": (f"{SERVER} --rollout-tensor-parallel 2", 3, "one server on two GPUs"),
 }
@@ -590,7 +592,7 @@ def check_run(work: Path, name: str):
     """Run grpo_trainer.py as a user does, for two steps with the tiny model; vLLM and trainer must agree."""
     flags, gpus, expected = RUNS[name]
     if torch.cuda.device_count() < gpus:
-        yield f"a whole run, {name}", None, f"needs {gpus} GPUs, torch sees {torch.cuda.device_count()}"
+        yield f"two-step run, {name}", None, f"needs {gpus} GPUs, torch sees {torch.cuda.device_count()}"
         return
     command = [sys.executable, str(ROOT / "grpo_trainer.py"), "--reward-fn", f"{__file__}:score_by_asking"]
     command, begun = [*command, "--out-dir", name, *shlex.split(RUN + flags)], time.perf_counter()
@@ -599,7 +601,7 @@ def check_run(work: Path, name: str):
     print(run.stdout)
     if run.returncode:
         raise RuntimeError(f"exit code {run.returncode}: {run.stdout.strip()[-300:]}")
-    yield run_row(work / name, name, f"{expected}; {seconds:.0f} s in all")
+    yield run_row(work / name, name, f"{expected}; {seconds:.0f} s in total")
 
 
 def run_row(folder: Path, name: str, expected: str) -> tuple:
@@ -610,7 +612,8 @@ def run_row(folder: Path, name: str, expected: str) -> tuple:
     holds = len(steps) == 2 and all(step["rollout/logprob_diff"] < AGREE for step in steps)
     if "--lora-rank" in RUNS[name][0]:
         holds &= (folder / "checkpoints/step_2/adapter_model.safetensors").is_file()
-    return f"a whole run, {name}", holds, f"steps of {times} s, {offs} nats apart; expected: {expected}"
+    figure = f"steps of {times} s; sampler and trainer {offs} nats apart; expected: {expected}"
+    return f"two-step run, {name}", holds, figure
 
 
 CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm)
@@ -666,7 +669,7 @@ def in_child(name: str, seconds: float) -> list:
             if code := child.wait(seconds):
                 failure = [(name, False, f"ended with exit code {code}; see {log.name}")]
         except subprocess.TimeoutExpired:
-            failure = [(name, False, f"not done after {seconds} s; see {log.name}")]
+            failure = [(name, False, f"timed out after {seconds} s; see {log.name}")]
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -683,29 +686,29 @@ def main() -> None:
         raise SystemExit(2)
     if unknown := set(config.only) - set(CHECKS):
         raise SystemExit(
-            f"error: only: {', '.join(sorted(unknown))} is no check; take of {', '.join(CHECKS)}"
+            f"error: --only {' '.join(sorted(unknown))}: no such check; pass some of {', '.join(CHECKS)}"
         )
     if config.model and not Path(config.model, "config.json").is_file():
         raise SystemExit(
-            f"error: model: {config.model!r} has no config.json; give a folder in Hugging Face format"
+            f"error: --model {config.model}: contains no config.json; pass a folder in Hugging Face format"
         )
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     (WORK / "config.json").write_text(json.dumps(asdict(config)))
-    print("| check | | what | figure |\n| --- | --- | --- | --- |", flush=True)
+    print("| check | result | tested property | measurement |\n| --- | --- | --- | --- |", flush=True)
     for name in dict.fromkeys(("environment", "models", *(config.only or CHECKS))):
         _, seconds, needs_vllm = CHECKS[name]
         for what, holds, figure in (
             in_child(name, seconds) if has_vllm or not needs_vllm else [(name, None, "needs vllm")]
         ):
-            results.append({True: "holds", False: "fails", None: "skipped"}[holds])
+            results.append({True: "passed", False: "failed", None: "skipped"}[holds])
             print(f"| {name} | {results[-1]} | {what} | {figure.replace('|', '/')} |", flush=True)
             has_vllm = has_vllm and (what != "vllm" or bool(holds))
     for weights in [] if (WORK / "model").is_symlink() else WORK.glob("model/*.safetensors"):
         weights.unlink()
-    counts = ", ".join(f"{results.count(result)} {result}" for result in ("holds", "fails", "skipped"))
+    counts = ", ".join(f"{results.count(result)} {result}" for result in ("passed", "failed", "skipped"))
     print(f"\n{counts}, in {time.perf_counter() - begun:.0f} s; logs in {WORK}")
-    raise SystemExit("fails" in results)
+    raise SystemExit("failed" in results)
 
 
 if __name__ == "__main__":

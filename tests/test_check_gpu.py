@@ -159,12 +159,15 @@ def test_the_row_of_a_whole_run(tmp_path, monkeypatch):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return check_gpu.run_row(tmp_path, name, "so")
 
-    assert row([0, 0.01, 0.02])[1:] == (True, "steps of 2, 2 s, 0.01, 0.02 nats apart; expected: so")
+    assert row([0, 0.01, 0.02])[1:] == (
+        True,
+        "steps of 2, 2 s; sampler and trainer 0.01, 0.02 nats apart; expected: so",
+    )
     assert not row([0, 0.01])[1] and not row([0, 0.01, 0.2])[1]
     assert not row([0, 0.01, 0.02], "lora")[1]  # its checkpoint has no adapters
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (skipped,) = check_gpu.check_run(tmp_path, "two_ranks")
-    assert skipped == ("a whole run, two_ranks", None, "needs 2 GPUs, torch sees 1")
+    assert skipped == ("two-step run, two_ranks", None, "needs 2 GPUs, torch sees 1")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeyp
     rows = [json.loads(line) for line in (tmp_path / "raises.jsonl").read_text().splitlines()]
     assert rows == [["the first", True, "1 s"], ["raises", False, "RuntimeError: no room"]]
     assert check_gpu.in_child("models", 0.1) == [
-        ("models", False, f"not done after 0.1 s; see {tmp_path}/models.log")
+        ("models", False, f"timed out after 0.1 s; see {tmp_path}/models.log")
     ]
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds kit1.tar.xz (Ray, tyro) and kit2.tar.xz (vLLM, machine code for one kind of GPU) beside this file from
-# the package registry: what a machine with a GPU and torch but no network lacks. Minutes, 2 GB of disk.
+# Builds kit1.tar.xz (Ray, tyro) and kit2.tar.xz (vLLM with machine code for one GPU architecture) in this file's
+# folder. The archives contain the packages that a machine with a GPU and torch, but no network, lacks. They come
+# from the package registry. A build takes minutes and 2 GB of disk space.
 #   bash benchmarks/gpu_kit/build.sh [PYTHON3.12] [ARCHITECTURE: 90 is an H100 or H200]
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -13,8 +14,8 @@ for part in 1 2; do
   rm "site$part.txt"
 done
 
-# Out: Ray's Java, C++, web page and libraries of its own; vLLM's Rust server, its headers, and kernels for
-# kinds of models that nothing here has (experts, MLA, FP4) and for other GPUs.
+# Remove Ray's Java and C++ parts, web page and libraries; vLLM's Rust server and headers; and kernels for other
+# GPUs and for model features that the checks do not use (experts, MLA, FP4).
 (cd site1/ray && rm -rf jars cpp dashboard/client rllib llm serve tune train data air core/libjemalloc.so \
   _private/runtime_env/agent/thirdparty_files)
 (cd site2/vllm && rm -rf vllm-rs third_party/deep_gemm third_party/fmha_sm100 _moe_C*.so _flashmla*.so \

@@ -1,9 +1,10 @@
-"""An update on this GPU, way by way: tokens/s, share of the GPU's peak, memory beside tools/plan_run.py.
+"""Measure updates with different settings: tokens/s, fraction of the GPU's peak, and memory use.
 
     python benchmarks/gpu_kit/mfu.py [--size 0.5b|1.5b|7b] [--profile]
     python benchmarks/gpu_kit/mfu.py --device cpu --size tiny --tokens 1024 --length 256
 
-The model is random, in the shape of a Qwen2.5. Offload is one rank in this process (FSDP2, a group of one).
+The table compares the memory with the estimate of tools/plan_run.py. The model has random weights in the
+shape of a Qwen2.5. Offload uses a single FSDP2 rank in this process.
 """
 
 import dataclasses
@@ -48,9 +49,9 @@ WAYS = {
 class Config:
     size: Literal[tuple(SHAPES)] = "1.5b"
     device: Literal["cuda", "cpu"] = "cuda"
-    tokens: int = 16384  # Of a micro-batch; an update has two.
-    length: int = 2048  # Of each sample.
-    profile: bool = False  # Write outputs/mfu_profile.txt: where the time of "checkpointing" goes.
+    tokens: int = 16384  # Tokens per micro-batch; an update has two micro-batches.
+    length: int = 2048  # Tokens per sample.
+    profile: bool = False  # Profile "checkpointing", and write outputs/mfu_profile.txt.
 
 
 def write_model(size: str, device) -> str:
@@ -84,7 +85,7 @@ def group_of(config: Config) -> list[policy.Sample]:
 
 
 def operations(model, config: Config, samples) -> float:
-    """Of an update: 6 for each weight and token, and attention's, of causal pairs."""
+    """Return the operations of an update: 6 per weight and token, plus those of causal attention."""
     hidden, _, layers, *_ = SHAPES[config.size]
     weights = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" not in name)
     tokens = sum(sample.length for sample in samples)
@@ -92,7 +93,7 @@ def operations(model, config: Config, samples) -> float:
 
 
 def measure(config: Config, way: str, folder: str, store) -> str:
-    """A row of the table."""
+    """Return the row of the table for these settings."""
     device = torch.device("cuda:0" if config.device == "cuda" else "cpu")
     flags = dict(max_prompt_length=64, max_response_length=config.length - 64)
     flags |= dict(max_tokens_per_micro_batch=config.tokens, rollout="vllm", device=config.device)
@@ -107,7 +108,7 @@ def measure(config: Config, way: str, folder: str, store) -> str:
     loaded = time.perf_counter() - begun
     samples = group_of(config)
     flops = operations(learner.model, config, samples)
-    learner.update([samples], lr=0.0)  # warms up, makes Adam's moments
+    learner.update([samples], lr=0.0)  # This warms up and creates Adam's moments.
     _, seconds, peak, _ = check_gpu.measure(device, lambda: learner.update([samples], lr=0.0))
     named = learner.weights(torch.bfloat16)
     _, sent, *_ = check_gpu.measure(device, lambda: sum(tensor.nbytes for _, tensor in named))
@@ -132,9 +133,9 @@ def main() -> None:
     for way in WAYS:
         try:
             print(measure(config, way, folder, store), flush=True)
-        except Exception as error:  # the next way all the same
+        except Exception as error:  # The other settings are still measured.
             text = " ".join(str(error).split())
-            print(f"| {way} | fails: {type(error).__name__}: {text:.200} |", flush=True)
+            print(f"| {way} | failed: {type(error).__name__}: {text:.200} |", flush=True)
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The first hour with a GPU, in the repository's folder on that machine; kit?.tar.xz (build.sh) beside this file.
-# Three stages of less than ten minutes each, so that what one says can be mended before the next:
-#   bash benchmarks/gpu_kit/run.sh base     precision, an update in each way: tokens/s, MFU, memory beside the plan
-#   bash benchmarks/gpu_kit/run.sh servers  vLLM: agreement, hand-over, restart, sleep, room for keys and values
-#   bash benchmarks/gpu_kit/run.sh runs     whole runs on one GPU: shares, colocate, adapters, offload (FSDP2)
-# "... base cpu" is the rehearsal without a GPU. Logs and tables: $OUT (default outputs/gpu_kit).
+# Runs the GPU checks without a network, from the repository's folder. build.sh writes the archives kit?.tar.xz to
+# this file's folder. Each of the three stages takes less than ten minutes, so problems can be fixed in between:
+#   bash benchmarks/gpu_kit/run.sh base     precision; tokens/s, MFU and memory of each kind of update
+#   bash benchmarks/gpu_kit/run.sh servers  vLLM: agreement, weight sync, restart, sleep, KV-cache capacity
+#   bash benchmarks/gpu_kit/run.sh runs     two-step runs on one GPU: shares, colocate, LoRA, offload (FSDP2)
+# "... base cpu" tests the kit without a GPU. Logs and tables are written to $OUT (default: outputs/gpu_kit).
 set -uo pipefail
 kit=$(cd "$(dirname "$0")" && pwd)
 stage=${1:-base}
@@ -44,6 +44,6 @@ servers)
 runs)
   check 580 shares colocate lora offload ;;
 *)
-  echo "base, servers or runs?"
+    echo "run.sh $stage: unknown stage; pass base, servers or runs"
   exit 2 ;;
 esac

@@ -1,9 +1,9 @@
-"""Keeps of a CUDA library only what one kind of GPU needs, in place: python slim_so.py 90 LIBRARY.so ...
+"""Reduce CUDA libraries in place to the code for one GPU architecture: python slim_so.py 90 LIBRARY.so ...
 
-A fatbin is a container: magic number, version, size of its head (16 bytes), size of what follows; then
-entries, one for each kind of GPU: machine code (kind 2) or PTX (kind 1). Entries of other kinds are taken
-out, and what becomes free is zeros, which compress to nothing: no address in the library moves. PTX stays
-where a container has no machine code for this GPU.
+A fatbin is a container. It starts with a magic number, a version, the size of its header (16 bytes) and the
+size of its content. The content has one entry per architecture, with machine code (kind 2) or PTX (kind 1).
+This script removes the entries for other architectures and fills the free space with zeros, which compress
+well. No address in the library changes. If a container has no machine code for this GPU, its PTX is kept.
 """
 
 import struct
@@ -15,7 +15,7 @@ PTX, MACHINE_CODE = 1, 2
 
 
 def entries_of(data: bytearray, start: int, end: int) -> list[tuple[int, int, bytes]]:
-    """(kind, architecture, the whole entry) of each entry of a container."""
+    """Return the kind, the architecture and all bytes of each entry of a container."""
     entries = []
     while start < end:
         kind, _, head, size = struct.unpack_from("<HHIQ", data, start)
@@ -35,7 +35,7 @@ def slim(path: Path, architecture: int) -> None:
         _, version, head, size = struct.unpack_from("<IHHQ", data, at)
         start = at + head
         end = start + size
-        if version != 1 or head != 16 or end > len(data):  # these bytes are no container
+        if version != 1 or head != 16 or end > len(data):  # These bytes are not a container.
             at = data.find(MAGIC, at + 4)
             continue
         entries = entries_of(data, start, end)
