@@ -621,7 +621,7 @@ def draw_weak_start(runs: list[dict], path: Path) -> None:
         for turn in filter(None, map(turning_point, some if name == "fapo_oracle" else [])):
             axis.axvline(turn, color="black", linestyle=":", linewidth=1)
         axis.set_title(NAMES[name])
-    figure.axes[0].set_ylabel("share of all samples")
+    figure.axes[0].set_ylabel("fraction of all samples")
     save(figure, path)
 
 
