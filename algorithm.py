@@ -185,7 +185,7 @@ class Groups:
             scores = info.get("step_scores")
             if not isinstance(scores, list):
                 scores = []
-            # One more start than scores: the last score applies up to where the next paragraph starts.
+            # One more start than scores is needed, because the last score applies up to the next paragraph.
             starts = starts_of(sample, len(scores) + 1, self.decode)
             numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]
             steps.append(torch.tensor(numbers, dtype=torch.float64))
@@ -204,7 +204,7 @@ class Groups:
 
 
 def number_or_nan(value) -> float:
-    """Return the value as a float, or NaN if it is not a number, infinite, or too large to compute with."""
+    """Return the value as a float, or NaN if it is not a number or its size exceeds 1e300."""
     if isinstance(value, (int, float)) and abs(value) <= 1e300:
         return float(value)
     return math.nan
@@ -597,8 +597,8 @@ def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> in
 def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
     """Return how many tokens of a response precede each place in its text.
 
-    A token that spans a place belongs to the text after it. The text is not encoded again, because that could
-    give different tokens. Instead, a binary search finds the first token at which the decoded text extends
+    A token that spans a place belongs to the text after it. The text is not re-encoded, because that could
+    yield different tokens. Instead, a binary search finds the first token at which the decoded text extends
     beyond the place. Each search starts near the previous place, so that it decodes few tokens.
 
     Args:

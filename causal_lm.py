@@ -131,7 +131,7 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
 def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
     """Return the log-probabilities and entropies of the response tokens, stacked as 2 x B x T.
 
-    The padding is 0. The logits are computed in chunks of at most LOGITS_AT_ONCE, because with a large
+    Padded positions are 0. The logits are computed in chunks of at most LOGITS_AT_ONCE, because with a large
     vocabulary they need more memory than the layers.
 
     Args:
@@ -209,9 +209,10 @@ def next_logits(model, ids, attended, positions, cache=None):
 
 
 def precision(device, keep_casts=False):
-    """Compute matrix products in bf16 on a GPU, with float32 weights, and in float32 on a CPU.
+    """Return a context that computes matrix products in bf16 on a GPU and in float32 on a CPU.
 
-    keep_casts: Cast each weight once and keep the copy (2 bytes per parameter) until the context ends.
+    On a GPU, float32 weights are cast to bf16 for each product. With keep_casts, each weight is cast only
+    once, and the copy (2 bytes per parameter) is kept until the context ends.
     """
     return torch.autocast(device.type, torch.bfloat16, device.type == "cuda", keep_casts)
 

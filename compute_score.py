@@ -2,7 +2,7 @@
 
     compute_score                 outcome rule: +1 if the last \\boxed{} contains the correct answer, else -1
     compute_score_gsm8k           outcome rule for GSM8K, which also accepts "#### N"
-    compute_score_baseline        outcome rule; a generative reward model (GenRM) may measure flaws
+    compute_score_baseline        outcome rule; a generative reward model (GenRM), if any, measures flaws
     compute_score_fapo            outcome rule, minus `penalty` if the GenRM finds a wrong step
     compute_score_fapo_genrm      reward for training the GenRM itself
     compute_score_discriminative  score of a discriminative reward model, with the outcome rule's accuracy
@@ -514,7 +514,7 @@ SHARED_ANSWERS = 1024  # Identical requests come from one group, so a few recent
 
 
 class _SharedAnswer(asyncio.Lock):
-    """The answer to identical requests: the first caller locks it and sends one, and the others read it."""
+    """The answer to identical requests. The first caller sends its request; the others wait for the lock."""
     answer = None
 
 
@@ -562,7 +562,7 @@ class ReplyError(Exception):
 
 
 def _raise_if_failed(reply):
-    """Raise ReplyError if a reply or one of its choices has an `error`. Gateways send such replies."""
+    """Raise ReplyError if `reply`, a reply or one of its choices, has an `error`, as gateways may send."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
@@ -640,7 +640,8 @@ async def chat(
                     return await _ask(address, body, shared)
                 except Exception as error:  # This includes bad addresses and unreadable replies.
                     failure = f"{type(error).__name__}: {error}"
-                    if getattr(error, "status", 0) == KILLS_SERVERS:  # Identical requests would crash more.
+                    # Identical requests share this failure, because they would crash more servers.
+                    if getattr(error, "status", 0) == KILLS_SERVERS:
                         shared.answer = "http_error", failure
                     if not _is_retryable(error):
                         return "http_error", failure, 0
@@ -842,7 +843,7 @@ async def compute_score_fapo(
 
 
 async def compute_score_baseline(*sample, **settings) -> dict:
-    """Score by the outcome rule only; a GenRM, if any, only measures. Arguments: see compute_score_fapo."""
+    """Score by the outcome rule only, even if a GenRM measures flaws. Arguments: see compute_score_fapo."""
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 

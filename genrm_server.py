@@ -106,7 +106,7 @@ def resolve_config(config: Config) -> Config:
     )
     path = Path(config.model).expanduser()
     if path.exists():
-        config.model = str(path.absolute())  # Keep links: they may have other targets on other nodes.
+        config.model = str(path.absolute())  # Not resolve(): links may point elsewhere on other nodes.
     if config.device == "auto":
         config.device = choose_device()
     return config
@@ -140,7 +140,7 @@ GPU_START_LOCKS = defaultdict(threading.Lock)
 
 
 def request(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0):
-    """Send a small HTTP request and return (status, text), or (0, error) without an answer.
+    """Send a small HTTP request and return (status, text), or (0, error) if there is no answer.
 
     Hundreds of servers are checked twice a second, and HTTP libraries with sessions are four times slower.
     """
@@ -361,7 +361,7 @@ class ModelServers:
         self.check()
 
     def sleep(self, asleep: bool = True) -> None:
-        """Release the GPU memory after the running requests, or allocate it again (needs --sleep-mode)."""
+        """Release the GPU memory once running requests end, or allocate it again. Needs --sleep-mode."""
         if self.config.device == "cpu" or not self.config.sleep_mode:
             return
         with self.lock:
@@ -392,9 +392,10 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
 
 
 class Process:
-    """A child process with a log, which leads a process group that ends with `stop` or with this program.
+    """A child process with a log file, and the leader of a process group.
 
-    The child listens at `url` and may use the CPU cores in `cores` (empty: all).
+    The group is killed by `stop`, or when this program ends. The child listens at `url` and may use the CPU
+    cores in `cores` (empty: all).
     """
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = "", cores=()):
@@ -410,7 +411,7 @@ class Process:
     def start(self) -> str:
         """Start or restart the child, and return its URL."""
         self.stop()  # vLLM's engine can outlive its API server.
-        self.log.parent.mkdir(parents=True, exist_ok=True)  # It may have been deleted meanwhile.
+        self.log.parent.mkdir(parents=True, exist_ok=True)  # On a restart, it may have been deleted.
         # Sockets need a folder with a short path. guard() makes this folder, and kill_group() removes it.
         self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
         guard = [sys.executable, "-c", "import genrm_server; genrm_server.guard()"]
@@ -593,7 +594,7 @@ def gpus_of_server(config: Config, index: int) -> str:
 
 
 def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
-    """Return the CPU cores for each process of a server. Raise ValueError if a core does not exist."""
+    """Return the CPU cores for each process of a server. Raise ValueError if a core is not available."""
     here = [str(core) for core in sorted(os.sched_getaffinity(0))]
     cores = config.cpus.split(",") if config.cpus else here
     for core in cores:

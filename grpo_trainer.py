@@ -61,7 +61,7 @@ def train(config: Config) -> Path | None:
     Raises:
         ValueError: The configuration, the data or the model is invalid.
         RuntimeError: The run must stop: there are too few verdicts, a loss is not finite, rollouts come from
-            other weights than the policy's, or a checkpoint cannot be written.
+            weights other than the policy's, or a checkpoint cannot be written.
     """
     with Run(config) as run:
 
@@ -176,7 +176,7 @@ def draw_prompts(run: Run, batch: Batch) -> list[tuple[dict, int]]:
     config = run.config
     rows = draw(run.train_rows, run.num_prompts_drawn, batch.num_missing(config), config.seed)
     run.num_prompts_drawn += len(rows)
-    batch.num_prompts_drawn = run.num_prompts_drawn  # A prefetch may draw more later.
+    batch.num_prompts_drawn = run.num_prompts_drawn  # Stored now, because a prefetch may draw more.
     batch.rounds += 1
     return [(row, config.group_size) for row in rows]
 

@@ -412,7 +412,7 @@ class Policy:
                 yield name, parameter
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder (or adapters) and the optimizer.
+        """Write the model in Hugging Face format (with LoRA: only the adapters), and the optimizer state.
 
         Raises:
             RuntimeError: A weight is not finite.
@@ -438,7 +438,7 @@ class Policy:
             dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
 
     def optimizer_state(self) -> dict:
-        """Return the optimizer's tensors by parameter name. Those of a new optimizer are zeros."""
+        """Return the optimizer's tensors by parameter name. The tensors of a new optimizer are zeros."""
         return get_optimizer_state_dict(self.model, self.optimizer)["state"]
 
 
@@ -530,5 +530,5 @@ def check_sampler(sums: Counter, limit: float) -> None:
     apart = sums["difference_sum"] / sums["compared_tokens"]
     if not apart <= limit:  # This is also true for NaN.
         raise RuntimeError(f"rollout/logprob_diff {apart:.3f} exceeds --max-logprob-diff {limit:g}: the "
-                           "sampler does not use the trainer's weights, or computes in another precision; "
+                           "sampler does not use the trainer's weights, or uses a different precision; "
                            "see policy-mismatch in docs/troubleshooting.md")  # fmt: skip

@@ -281,7 +281,7 @@ HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of splits that
 
 
 def serves(path: Path, source: Source) -> bool:
-    """Return whether a local file has this data set and split. The module's docstring has the rule."""
+    """Return whether a local file has this data set and split. The module's docstring states the rule."""
     words = re.split("[^a-z0-9]+", path.stem.lower())
     name = re.split("[-_]", source.data_source)
     if path.suffix.lower() not in SUFFIXES or words[: len(name)] != name or not HELD_OUT.isdisjoint(words):
@@ -422,7 +422,8 @@ def prepare(config: Config) -> dict[str, int]:
             choices = ", ".join(get_args(Task))
             raise ValueError(f"--tasks {task}: unknown task; choose from {choices}, reasoning_gym:NAME")
     if len(set(names)) < len(names):
-        raise ValueError("--tasks: a reasoning_gym task occurs twice; pass it once, or use two --out-dirs")
+        raise ValueError("--tasks: a reasoning_gym task occurs twice; pass it once, or use a separate "
+                         "--out-dir for each run")  # fmt: skip
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}

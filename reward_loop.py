@@ -168,7 +168,7 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
         if name in found:
-            raise ValueError(f"{flag(field)} {value}: another model has the same name; rename it")
+            raise ValueError(f"{flag(field)} {value}: another model has the same name; pass NEW_NAME={text}")
         found[name] = text
     return found
 
@@ -250,7 +250,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 
 @dataclasses.dataclass(eq=False)
 class ScoringCall:
-    """One call of the function, for one sample or a group. It is kept until its result arrives."""
+    """One call of the function, for one sample or a group. The manager keeps it until a result arrives."""
     payload: bytes
     lengths: dict[Future, int | None]  # future result of each sample -> number of response tokens
     losses: int = 0  # how often the call was lost because a process died or Ray lost the call
@@ -285,8 +285,8 @@ class RewardLoopManager:
         self.options = options
         self.reward_models = reward_models
         self.overlong = overlong
-        # Workers do not inherit this variable if another shell started Ray. A key file may end in a newline.
-        self._key = os.environ.get("ROUTER_API_KEY", "").strip()
+        # If another shell started Ray, workers lack this variable, so they get the key as an argument.
+        self._key = os.environ.get("ROUTER_API_KEY", "").strip()  # A key file may end in a newline.
         self.max_in_flight = options.max_in_flight or 2048
         if addresses and not options.max_in_flight:
             address = next(iter(addresses.values()))
@@ -500,7 +500,7 @@ class RewardLoopManager:
                 worker.ready = False
                 self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
                 continue
-            except self._ray.exceptions.ActorUnavailableError:  # It is restarting, or Ray lost the call.
+            except self._ray.exceptions.ActorUnavailableError:  # The worker restarts, or Ray lost the call.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
@@ -569,7 +569,7 @@ class RewardLoopManager:
                 future.set_result(values)
 
     def _warn_once(self, text: str):
-        """Log a warning unless this text or ten others have been logged."""
+        """Log a warning once. After ten different warnings, no more are logged."""
         if text not in self._warnings and len(self._warnings) < 10:
             self._warnings.add(text)
             log.warning(text)
@@ -582,7 +582,7 @@ def count_servers(address: str, key: str) -> int:
         connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
         return max(1, len(json.load(connection.getresponse())["workers"]))
     except OSError as error:
-        log.warning("--router-address %s: no response yet (%s); samples will wait for one", address, error)
+        log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
         return 1
     except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
@@ -617,7 +617,7 @@ def connect_ray() -> bool:
             address = "local"
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # The cluster may run another version of Ray or Python, or use another key.
+    except Exception as error:  # The version of Ray or Python, or the key, may differ.
         text = f"Ray: cannot join the cluster at {address} ({error_line(error):.300})"
         text += "; set RAY_ADDRESS=local to start a private cluster"
         raise RuntimeError(" ".join(text.split())) from error
@@ -634,8 +634,8 @@ def connect_ray() -> bool:
 def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False, overlong=None):
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
-    Without a `reservation` (cluster.placement.Reservation), the reward models make one. With `sleep_mode`,
-    they sleep between batches. For `overlong`, see RewardLoopManager.
+    Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
+    `sleep_mode`, the reward models sleep between batches. For `overlong`, see RewardLoopManager.
     """
     options.check_rewards()
     if connect_ray():

@@ -48,7 +48,7 @@ ISOLATE_AFTER = 2  # A call that was lost this often runs alone in a grading pro
 
 @dataclasses.dataclass
 class Job:
-    """The description of a run for workers and grading processes. All values can be written as JSON."""
+    """What workers and grading processes need to know about a run. All values can be written as JSON."""
     function: str  # FILE:NAME with the full path
     kwargs: dict  # keyword arguments that are the same for every sample
     columns: dict[str, bool]  # row columns among the function's parameters -> whether they are required
@@ -118,7 +118,7 @@ def check_files(job: Job):
 
 
 def load_function(spec: str, kind: str = "reward function"):
-    """Load the function FILE:NAME, whose file may import files in its folder. Raise ValueError on failure."""
+    """Load the function FILE:NAME. The file may import files in its folder. Raise ValueError on failure."""
     file, _, name = spec.rpartition(":")
     path = Path(file)
     sys.path[:] = [str(path.parent), *sys.path, str(HERE)]  # Files in toy/ import compute_score.py.
@@ -164,7 +164,7 @@ def load_in_this_process(field: str, spec: str):
         function = load_function(f"{path}:{name}", flag(field))
         theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
     for module, loaded in theirs.items():
-        sys.modules.setdefault(module, loaded)  # Ours stays if both have a module of this name.
+        sys.modules.setdefault(module, loaded)  # If the name is taken, our module stays.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return function
@@ -172,7 +172,10 @@ def load_in_this_process(field: str, spec: str):
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """Hide our modules in the block, and remove the user's after it: both may contain a policy.py."""
+    """Hide our modules in the block, and remove the user's modules after it.
+
+    Otherwise, a policy.py of the user could be confused with ours.
+    """
     import_path = sys.path.copy()
     before = sys.modules.copy()
     for name in local_modules(HERE):
@@ -254,7 +257,10 @@ def failure(status: str, message: str, try_again: bool = False) -> bytes:
 
 
 def as_result(value, group: list[str] | None) -> bytes:
-    """Convert the function's return value to a result. `group`: the responses if it scores groups."""
+    """Convert the function's return value to a result.
+
+    If the function scores groups, `group` is the list of responses, else None.
+    """
     values = [value]
     if group is not None:
         values = value
@@ -444,7 +450,7 @@ class RewardLoopWorker:
                 self.scorer = Scorer(job)
             else:
                 graders[0].open()  # Fail early if the function cannot be loaded.
-        except FileChanged as error:  # Ray has restarted this worker during the run.
+        except FileChanged as error:  # Ray may have restarted this worker during the run.
             graders[0].close()
             self.changed = failure("error", str(error))
         for grader in graders:

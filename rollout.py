@@ -274,7 +274,7 @@ def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         f"http://{servers.service.router_address}",
         headers={"Authorization": f"Bearer {config.api_key}"},
-        # No time limit here, because requests may wait long for a connection. The router has a limit.
+        # There is no time limit here, because requests may wait long for a connection. The router has one.
         connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(),
     )
@@ -328,7 +328,7 @@ class PolicyServers:
     restarted with the newest weights. Until then, the other servers take over its work. The servers compute
     in bfloat16 on GPUs and in float32 on CPUs. `config` (genrm_server.Config) has all settings but the model.
 
-    Raises the errors of ModelServers, and RuntimeError with a server's name if it rejects the weights.
+    Raises the errors of ModelServers, and a RuntimeError that names the server if one rejects the weights.
     """
 
     def __init__(self, policy, tokenizer, config):
@@ -460,9 +460,10 @@ class WeightFolder:
     """The policy's model folder for the servers of one node, used directly or as a Ray actor there.
 
     `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
-    A server that starts meanwhile may fail and restart, or read a mixture of old and new weights. It reloads
-    the weights before it gets a request. An existing folder of this user is reused, because its actor
-    may have died. Raises PermissionError if another user owns the folder and could change the weights.
+    A server that starts during a write may fail and restart, or read a mixture of old and new weights. In
+    both cases, the server reloads the weights before it gets a request. An existing folder of this user is
+    reused, because its actor may have died. Raises PermissionError if another user owns the folder and could
+    change the weights.
     """
 
     def __init__(self, path: str, files: dict[str, bytes]):
@@ -479,7 +480,7 @@ class WeightFolder:
         self.written = []
 
     def write(self, number: int, pack) -> None:
-        """Write one part of the weights, numbered from 0: the contents of a safetensors file."""
+        """Write part `number` of the weights, counted from 0. `pack` is the content of a safetensors file."""
         name = f"model_{number}" if number else "model"
         path = self.path / f"{name}.safetensors"
         # Overwriting a file in shared memory is twice as fast as a new file, which needs new pages.

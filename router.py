@@ -24,7 +24,8 @@ If a client disconnects, the server stops working on the request. Requests with 
 go to the same server while it is healthy, regardless of --policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
 curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
-Standalone: imports nothing from this repository. genrm_server.py adds Generate (SGLang's /generate) to vLLM.
+Standalone: imports nothing from this repository. genrm_server.py runs the class Generate inside vLLM, as a
+middleware that answers SGLang's /generate.
 """
 
 import asyncio
@@ -102,7 +103,7 @@ def clean_url(text) -> str:
 
 
 def read_key(given: str, variable: str) -> str:
-    """Return the given keys, or those of the environment variable, joined by commas without empty keys."""
+    """Return the nonempty keys in `given`, or else in the environment variable, joined by commas."""
     keys = (given or os.environ.get(variable, "")).split(",")
     return ",".join(key.strip() for key in keys if key.strip())  # A key file may end with a newline.
 

@@ -103,7 +103,7 @@ class Run:
         self.prefetched = None  # The step that is sampled during the update (--overlap).
 
     def compare_model(self):
-        """Print a warning if the run is resumed with another --model."""
+        """Print a warning if the run is resumed with a different --model."""
         config = self.config
         file = Path(config.out_dir, "config.json")
         if not file.is_file() or not (config.kl_coef or config.lora_rank):
@@ -189,7 +189,8 @@ class Run:
         options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
         models = reward_loop.named("router_address", config.router_address)
         if not models and config.reward_mode == "standalone":  # Colocated judges may be asleep.
-            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")  # They have no address yet.
+            # The addresses are not known before start_rewards, which calls offer_models.
+            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")
         try:
             self.rollouts = Rollouts(
                 function,
@@ -213,7 +214,10 @@ class Run:
             )
 
     def check_weights(self):
-        """Raise ValueError if the model's folder has no weights, which tools/plan_run.py does not need."""
+        """Raise ValueError if the model's folder has no weights.
+
+        The constructor does not call this, because tools/plan_run.py does not need weights.
+        """
         folder = Path(self.base_model)
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
             raise ValueError(f"--model {folder}: the folder contains no weights; download the model again")
@@ -228,7 +232,7 @@ class Run:
                 print(json.dumps(asdict(self.config), indent=2))
             else:
                 self.start(stack)
-            self.resources = stack.pop_all()  # They stay open until the run ends.
+            self.resources = stack.pop_all()  # These resources stay open until the run ends.
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -285,7 +289,7 @@ class Run:
         self.until_step_ends.enter_context(self.interrupts.held())
 
     def count_step(self, step: int, num_prompts_drawn: int):
-        """Record that the policy has learned from a step."""
+        """Record that the policy has been trained on a step."""
         self.step = step
         self.num_prompts_trained = num_prompts_drawn
         self.num_updates = self.policy.num_updates
@@ -419,7 +423,7 @@ class Run:
                 f"after step {self.saved_step}"
             ) from error
         self.saved_step = self.step
-        shutil.rmtree(self.merged_dir, ignore_errors=True)  # It belongs to an older checkpoint.
+        shutil.rmtree(self.merged_dir, ignore_errors=True)  # This model is from an older checkpoint.
 
     def finish(self):
         """Write report.html, and with LoRA the merged model, after the last step."""
@@ -517,7 +521,10 @@ def checked_row(row: dict) -> dict:
 
 
 def checked_message(message) -> dict:
-    """Return a message with its text parts joined, and without None, which tables store for missing keys."""
+    """Return a message with its text parts joined. Raises ValueError if the message is malformed.
+
+    Keys with the value None are dropped, because tables store None for missing keys.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
                          "with role and content")  # fmt: skip

@@ -113,7 +113,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())  # Write to disk before old checkpoints are deleted.
-        if not (target / "trainer_state.json").exists():  # An incomplete checkpoint blocks the rename.
+        if not (target / "trainer_state.json").exists():  # An incomplete checkpoint would block the rename.
             shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     except BaseException:
@@ -412,7 +412,7 @@ def output_of(*command: str) -> str:
 
 
 def note_start(config, step: int) -> None:
-    """Append the time, command and machine of this start, which follows `step`, to starts.jsonl."""
+    """Append a line to starts.jsonl about this start, which resumes after `step` steps (0: a new run)."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):

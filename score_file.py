@@ -47,7 +47,7 @@ class Config(RewardOptions):
 
 
 async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
-    """Ask the server at each address for its model. Return {name: model, or None without an answer}."""
+    """Ask the server at each address for its model. Return {name: model, or None if there is no answer}."""
     models = {}
     for name, address in addresses.items():
         models[name] = None

@@ -4,7 +4,7 @@
     config = Config(model="PATH", train_file="FILE", out_dir="outputs/first", total_steps=20)
 
 To add a setting, add a line to PolicyOptions if policy.py or algorithm.py reads it, and to Config otherwise.
-The comment on the line is the help text, which docs/make_settings.py also writes to docs/settings.md.
+The comment on or above this line is the help text; docs/make_settings.py copies it to docs/settings.md.
 Needs reward_loop.py and reward_worker.py; genrm_server.py and algorithm.py for the checks of a run.
 """
 
@@ -318,7 +318,7 @@ def parse_command_line(config: type = Config, args: list[str] | None = None, des
     """Parse the command line. --help shows the settings in groups, the required ones first.
 
     Args:
-        config: Config, or another dataclass with a comment as help text for each setting.
+        config: Config, or another dataclass whose comments are the help texts of its settings.
         args: The arguments; by default, those of this process.
         description: The text that --help shows above the settings.
     """

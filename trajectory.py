@@ -4,9 +4,9 @@
         async for text in trajectory.calls("?"):        # `text` is the policy's text up to "65+9=?".
             trajectory.observe(calculate(text))         # The policy did not write "74".
 
-The trainer calls the function once per sample, for all samples of a step concurrently. What the policy wrote
-is never encoded or rendered again, and the history is append-only. The loss ignores tokens that the policy
-did not write. If a function raises an error or takes too long, its sample gets a failure status and no
+The trainer calls the function once per sample, for all samples of a step concurrently. The policy's
+tokens are never re-encoded or re-rendered, and the history is append-only. The loss ignores tokens that the
+policy did not write. If a function raises an error or takes too long, its sample gets a failure status and no
 reward. docs/rollouts.md has the rules and examples.
 
 The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
@@ -41,7 +41,7 @@ from rollout import open_session, request_completion, rollout_hf, sampling_param
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
 # These arguments are offered only if there is a reward model.
 ADDRESSES = {"reward_router_address", "reward_router_addresses"}
-TICK_S = 0.1  # Timeouts are checked at this interval. A block of the event loop counts as two ticks at most.
+TICK_S = 0.1  # Timeouts are checked at this interval. A blocked event loop counts as at most two ticks.
 BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
 THREADS = 64  # asyncio.to_thread runs at most this many calls at the same time.
 ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # Placeholders in a rendered template.
@@ -302,7 +302,7 @@ class Threads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except StopIteration as error:  # asyncio rejects it, and its future would wait forever.
+                except StopIteration as error:  # asyncio rejects this error, and the caller would hang.
                     future.set_exception(RuntimeError(f"a call in a thread raised {error!r}"))
                 except BaseException as error:
                     future.set_exception(error)
@@ -580,7 +580,7 @@ class Wave:
     async def count_seconds(self):
         """End the calls that take too long.
 
-        A block counts as two ticks at most, because one call that blocks also stops all other calls.
+        While a call blocks the event loop, at most two ticks count, because all other calls are blocked too.
         """
         last = time.monotonic()
         while True:
