@@ -93,7 +93,8 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
     """Compare log-probabilities from `logprobs_function` with those of the model's own forward pass.
 
     Some of the sequences share a prompt. If the log-probabilities are wrong only because the prompt is
-    computed once for all of them, this optimization is turned off.
+    computed once for all of them, this optimization is turned off. Most tokens follow a short prompt, so that
+    positions that count padding are noticed.
 
     Args:
         logprobs_function: Either logprobs_and_entropy or a function with the same arguments.
@@ -105,8 +106,8 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
         ValueError: The log-probabilities differ.
     """
     ids = list(range(1, 20))
-    sequences = [ids[:11], ids[:8] + ids[12:], ids[:10], ids[4:9]]
-    counts = [3, 7, 2, 1]
+    sequences = [ids[:11], ids[:8] + ids[12:], ids[:10], ids[4:7], ids[4:]]
+    counts = [3, 7, 2, 1, 13]
     expected = []
     for sequence, count in zip(sequences, counts):
         with precision(device):

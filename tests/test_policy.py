@@ -251,6 +251,12 @@ def test_prompts_are_not_shared_where_a_cache_is_of_another_kind(name):
     assert not policy_of(of_family(name, **config)).model.shares_prompts
 
 
+def test_prompts_are_not_shared_where_positions_are_columns():
+    """MPT's ALiBi counts the columns of padding between a short prompt and its response."""
+    config = dict(vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
+    assert not policy_of(of_family("mpt", **config)).model.shares_prompts
+
+
 def test_prompts_are_not_shared_where_the_model_says_something_else_then(model, monkeypatch):
     states = speedups.shared_states
 
