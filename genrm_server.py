@@ -284,7 +284,8 @@ class ModelServers:
                     elif not self.call_server(slot, "alive"):
                         return "died"
                     elif not slot.ready and silent > self.config.startup_timeout:
-                        return f"was not ready after {silent:.1f} s; raise --startup-timeout"
+                        remedy = "" if self.config.flag_prefix else "; raise --startup-timeout"
+                        return f"was not ready after {silent:.1f} s{remedy}"
                     elif slot.ready and silent > HANG_SECONDS:
                         return f"hangs: /health has not responded for {silent:.0f} s"
                     if slot.ready:

@@ -410,6 +410,8 @@ def test_a_start_that_takes_too_long(stand_in):
     (stand_in / "hang").touch()
     with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; raise --startup-timeout"):
         ModelServers(settings(stand_in, startup_timeout=0.5))
+    with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; the last"):  # no such flag
+        ModelServers(settings(stand_in, startup_timeout=0.5, flag_prefix="genrm-"))
 
 
 def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):

@@ -161,7 +161,7 @@ def test_a_task_that_cannot_be_made_is_one_line_and_leaves_no_file(tmp_path, nam
 
 
 def test_a_task_cannot_be_given_twice(tmp_path):
-    with pytest.raises(ValueError, match="occurs twice"):
+    with pytest.raises(ValueError, match="occurs twice; .* use a separate --out-dir"):
         prepared(tmp_path, "reasoning_gym:gcd", 'reasoning_gym:gcd:{"size": 30}')
 
 

@@ -254,7 +254,7 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
 def test_names_of_several_models():
     assert reward_loop.named("genrm", ("./a=b", "rm=c=d")) == {"genrm": "./a=b", "rm": "c=d"}
     for twice in (("rm=a", "rm=b"), ("a", "b")):
-        with pytest.raises(ValueError, match="another model has the same name"):
+        with pytest.raises(ValueError, match="another model has the same name; pass NEW_NAME="):
             reward_loop.named("genrm", twice)
 
 
