@@ -12,6 +12,7 @@ tokens in total, n tokens in a chunk, hidden size H, vocabulary size V.
 """
 
 import contextlib
+import inspect
 import math
 from collections import Counter
 from functools import partial
@@ -85,7 +86,9 @@ def set_dtypes(model, lora_rank: int, device_type: str) -> None:
 
 def can_share_prompts(model) -> bool:
     """Return whether the model can compute a prompt once for several sequences (speedups.py)."""
-    return speedups is not None and speedups.can_share_prompts(model)
+    # A model that takes no positions may count the padding between a short prompt and its response.
+    takes_positions = "position_ids" in inspect.signature(backbone(model).forward).parameters
+    return speedups is not None and takes_positions and speedups.can_share_prompts(model)
 
 
 @torch.no_grad()
