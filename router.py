@@ -329,7 +329,8 @@ class Router:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             size = self.config.max_body_mib
-            return error_response(413, f"the request body is larger than {size} MiB; raise --max-body-mib")
+            message = f"the request body is larger than {size} MiB; "
+            return error_response(413, message + "start router.py with a higher --max-body-mib")
         if path == "/workers":
             return await self.serve_workers(request, body)
         return await self.forward(request, body)
@@ -435,7 +436,7 @@ class Router:
             # A request that runs out of time does not count against the server, because health checks find
             # servers that hang. The clocks of asyncio and `time` differ slightly.
             if ended >= deadline - 0.01:
-                limit = f"{config.request_timeout:g} s; raise --request-timeout"
+                limit = f"{config.request_timeout:g} s; start router.py with a higher --request-timeout"
                 return error_response(504, f"no answer within {limit}")
             attempts += 1
             worker.failures += 1
