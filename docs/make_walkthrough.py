@@ -145,20 +145,10 @@ def one_token(data: dict, sample: int, token: int, advantage: float) -> tuple[li
     return [x.exp().item() for x in (old, now, after)], loss.item(), unclipped.item()
 
 
-def credit(sample: dict, lines: list[str], wrong: int, advantage: float) -> tuple[str, int]:
-    """Return a table of each line's advantage with both values of --credit, and the good prefix's length."""
+def prefix_length(sample: dict, wrong: int) -> int:
+    """Return the number of tokens before the wrong paragraph, to which --credit prefix gives no blame."""
     ids, pieces = list(range(len(sample["tokens"]))), [*sample["tokens"][:-1], ""]  # "" for the end token
-
-    def before(line):
-        return count_tokens_before(line, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))
-
-    bounds = [*map(before, range(len(lines))), len(ids)]
-    rows = []
-    for n, line in enumerate(lines):
-        credited = advantage if n >= wrong else max(advantage, 0)
-        count = str(bounds[n + 1] - bounds[n])
-        rows.append([str(n), f"`{line}`", count, f"{advantage:+.3f}", f"{credited:+.3f}"])
-    return table(["", "paragraph", "tokens", "`--credit sample`", "`--credit prefix`"], *rows), bounds[wrong]
+    return count_tokens_before(wrong, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))
 
 
 def page(data: dict) -> str:
@@ -200,8 +190,7 @@ def page(data: dict) -> str:
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
         raise ValueError("--group: in the recorded group, no unclipped flawed sample has a reward below the "
                          "mean; pass a different number")  # fmt: skip
-    named = results[flawed]["first_wrong"]
-    credits, spared = credit(samples[flawed], paragraphs[flawed], named, advantages[flawed])
+    spared = prefix_length(samples[flawed], results[flawed]["first_wrong"])
     right = sum(result["acc"] for result in results)
     one, two, N = sound + 1, flawed + 1, f"{update['tokens']:,}"
     sound_token, flawed_token = (samples[number]["tokens"][fork] for number in (sound, flawed))
@@ -212,11 +201,8 @@ def page(data: dict) -> str:
 
 ## What `make demo` does
 
-A typical problem of the toy world is *"Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"*. A
-model solves it line by line: `65+9=74`, `74-8=66`, `66+3=69`, `Remainder \\boxed{{4}}`. The repository
-includes [two Llama models](../toy/models/README.md) with one million parameters each: a policy that often
-forgets carries, and a judge that misses half of the wrong lines. `make demo` trains both models. The script
-`recipes/toy_demo.sh` runs these commands:
+The script `recipes/toy_demo.sh` trains [two Llama models](../toy/models/README.md) with one million
+parameters each: a policy that often forgets carries, and a judge that misses half of the wrong lines.
 
 | step | command |
 | --- | --- |
@@ -225,37 +211,27 @@ forgets carries, and a judge that misses half of the wrong lines. `make demo` tr
 | 2. Meanwhile, train a policy with the outcome reward. | `grpo_trainer.py` with `compute_score_baseline` |
 | 3. Serve the trained judge with vLLM behind the router. | `genrm_server.py` |
 | 3. Train the same initial policy with FAPO. | `grpo_trainer.py --router-address ...` |
-| 4. Print an interim table after a third of the FAPO steps. | `python -m toy.report --so-far ...` |
-| 5. Print the final tables and write the web page. | `python -m toy.report`, `python -m tools.view_run` |
+| 4. and 5. Print the tables and write the web page. | `python -m toy.report`, `python -m tools.view_run` |
 
-`SEED=1 make demo` uses a different seed and writes to `outputs/demo_seed1`. The judge listens on a random
-port from 20000 to 29999 unless you set one with `PORT=31000 make demo`.
+`SEED=1 make demo` uses a different seed and writes to `outputs/demo_seed1`. `PORT=31000 make demo` sets the
+judge's port, which is random otherwise.
 
-Both trained policies reach nearly the same accuracy. With the outcome reward alone, the flawed-positive rate
-drifts. With FAPO, it falls to nearly the level that a perfect judge achieves. On "How many?" questions, where
-a forgotten carry makes the answer wrong, FAPO's policy is correct about twice as often.
-[The evidence](evidence.md) reports nine runs from other checkpoints.
+The README lists [the results to expect](../README.md#quick-start). Towards the end, the judge finds only
+about half of the flawed positives that the oracle counts. The policy keeps making the mistakes that the judge
+misses, such as an error of ten in a sum without a carry (`27-7=10`).
 
-**The judge is not the oracle.** Towards the end of the run, the judge finds only about half of the flawed
-positives that the oracle counts. The policy keeps making the mistakes that the judge misses, such as an error
-of ten in a sum without a carry (`27-7=10`). A judge that knows only forgotten carries leads to outright
-[reward hacking](evidence.md#reward-hacking).
-
-**Limits of the demo.** The flaws are planted, and by construction the outcome reward cannot see them.
-[The second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted flaws. Real models
-make many other kinds of mistakes. The paper measured its gains on AIME and GPQA with 7B and 32B policies.
+The flaws of the demo are planted, and by construction the outcome reward cannot see them.
+[The second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted flaws.
 
 The rest of this page follows one prompt through step {data["step"]} of a demo run (seed 0, FAPO with the
-trained judge). The two models wrote all solutions and critiques, and the trainer's functions computed every
-number.
+trained judge).
 
 ## The prompt
 
 > {question}
 
-The question asks for the remainder on division by 5. The correct answer is {truth}, and the outcome reward
-checks nothing else. In each step, the trainer draws 16 prompts and samples {len(samples)} answers to each
-prompt at temperature 1. The {len(samples)} answers to a prompt form a *group*.
+The correct answer is {truth}, and the outcome reward checks nothing else. In each step, the trainer draws 16
+prompts and samples a *group* of {len(samples)} answers to each prompt at temperature 1.
 
 ## Eight samples and their advantages
 
@@ -264,21 +240,17 @@ give the first wrong paragraph, counted from 0; -1 means that no paragraph is wr
 
 {group}
 
-- **Answer**: `compute_score` compares the last box with the correct answer. Here, {right} of {len(samples)}
-  answers are correct.
-- **Judge**: `compute_score_fapo` queries the judge only on correct answers.
+- **Judge**: `compute_score_fapo` queries the judge only on correct answers (here, {right} of {len(samples)}).
 - **Oracle**: `first_wrong_paragraph` computes the correct verdict. Training does not use the oracle.
 - **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a wrong paragraph, and 1
   otherwise.
-- **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, where
-  the two numbers are the mean and the standard deviation of the group's rewards.
-- **Advantage, outcome only**: the advantage if every correct answer got 1. It would encourage flawed and
-  sound solutions equally.
+- **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with the
+  mean and the standard deviation of the group's rewards.
+- **Advantage, outcome only**: the advantage if every correct answer got 1.
 
-Sample {two} has a correct answer but a wrong step. With the outcome reward alone, its advantage would be
-{rule_only[flawed]:+.3f}, the same as for a sound solution. With FAPO, its advantage is
-{advantages[flawed]:+.3f}. The sign is negative because fully correct samples outnumber wrong ones in this
-group. In a group with more wrong than fully correct samples, FAPO encourages flawed positives.
+Sample {two} has a correct answer but a wrong step. With FAPO, its advantage is {advantages[flawed]:+.3f}
+instead of {rule_only[flawed]:+.3f}. The sign is negative because fully correct samples outnumber wrong ones
+in this group. In a group with more wrong than fully correct samples, FAPO encourages flawed positives.
 
 ## What the judge reads and writes
 
@@ -302,36 +274,28 @@ sample {overlooked + 1}, the judge writes:
 {samples[overlooked]["critique"]}
 ```
 
-Here, the judge misses that paragraph {oracle[overlooked]}, `{passed}`, is wrong. The sample is therefore
-rewarded as if it were sound. The policy can learn even from a judge that sometimes errs, but it does not
-unlearn a flaw that the judge misses every time.
+Here, the judge misses that paragraph {oracle[overlooked]}, `{passed}`, is wrong, so the sample is rewarded as
+if it were sound. The policy does not unlearn a flaw that the judge misses every time.
 
 ## The loss of one token
 
 Samples {one} and {two} are identical up to `{line}`. Sample {one} continues with `{sound_token}` and
-sample {two} with `{flawed_token}`. The group is in mini-batch {update["number"]} of {update["of"]}, so the
-policy has already changed slightly before the update with this mini-batch. The ratio r is a token's current
-probability divided by its probability before the step. The mini-batch has N = {N} response tokens, and
-`compute_policy_loss` returns:
+sample {two} with `{flawed_token}`. The ratio r is a token's current probability divided by its probability
+before the step; an earlier mini-batch has already changed the policy. This mini-batch has N = {N} response
+tokens, and `compute_policy_loss` returns:
 
 {loss_table}
 
 Neither token is clipped: r would have to exceed 1.28 for the first token, or fall below 0.8 for the second.
-The loss of the mini-batch is the sum of the last column over all {N} tokens. Every token of a sample has
-the same advantage, so the update does not know which digit is wrong. The wrong digit still becomes less
-likely, because the other tokens of sample {two} also occur in sound solutions, which encourage them.
+Every token of a sample has the same advantage, so the update does not know which digit is wrong. The wrong
+digit still becomes less likely, because the other tokens of sample {two} also occur in sound solutions,
+which encourage them.
 
 ## Credit for the good prefix
 
-The judge's verdict also locates the first wrong paragraph. With `--credit prefix`, the {spared} tokens before
-that paragraph get no negative advantage (`count_tokens_before`). The tokens of sample {two} then have two
-different advantages:
-
-{credits}
-
-With `--credit prefix`, the update knows which line is wrong but not which digit: `{line}` gets the same
-advantage as `{flawed_token}`. The demo does not use this flag. See
-[algorithms](algorithms.md#results-in-the-toy-world) for its effect.
+With `--credit prefix`, the {spared} tokens before the paragraph that the judge names get an advantage of 0
+instead of {advantages[flawed]:+.3f}, which all later tokens of sample {two} keep. The demo does not use this
+flag. See [algorithms](algorithms.md#results-in-the-toy-world) for its effect.
 
 ## The new probability
 
