@@ -589,6 +589,7 @@ class Interrupts:
     def __init__(self):
         self.hold = False
         self.asked = False
+        self.has_raised = False
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
@@ -600,6 +601,7 @@ class Interrupts:
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
         if self.asked or not self.hold:
+            self.has_raised = True
             raise KeyboardInterrupt
         self.asked = True
         os.write(1, b"finishing this step, then saving; press Ctrl-C again to quit immediately\n")
@@ -612,5 +614,5 @@ class Interrupts:
             yield
         finally:
             self.hold = False
-        if self.asked:
+        if self.asked or self.has_raised:  # Python ignores an exception that was raised in a __del__.
             raise KeyboardInterrupt

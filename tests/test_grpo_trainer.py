@@ -897,6 +897,23 @@ def test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not():
         signal.signal(signal.SIGTERM, before[1])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_python_ignores_in_a_destructor_ends_the_run_after_the_step():
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    interrupts = Interrupts()
+    try:
+        Interrupted()  # destroyed at once; nothing is raised here
+        with pytest.raises(KeyboardInterrupt), interrupts.held():
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_no_earlier_checkpoint(workshop):
     """A limit on the size of files stands in for a full disk: the kernel refuses the write in the same
