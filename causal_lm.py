@@ -149,7 +149,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
     states = None
     with precision(device):
         if speedups:
-            states = speedups.shared_states(model, backbone(model), sequences, counts, padded)
+            states = speedups.shared_states(model, backbone(model), sequences, counts, padded, mask_of)
         if states is None:
             states = response_states(model, sequences, counts, device)
     output, hidden_N_H, targets_N = states

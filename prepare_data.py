@@ -134,11 +134,12 @@ def read_rows(path: Path, needed=()) -> list[dict]:
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
 def _pick(raw, columns: str):
-    """Return the first nonempty value among `columns` ("this|that"). Raise ValueError if there is none."""
+    """Return the value of the column that `_column` chooses."""
     return raw[_column(raw, columns)]
 
 
-def _column(raw, columns):
+def _column(raw, columns: str) -> str:
+    """Return the first nonempty column among `columns` ("this|that"). Raise ValueError if there is none."""
     for column in columns.split("|"):
         value = raw.get(column)
         if value is not None and value == value and str(value).strip():  # NaN does not equal itself.

@@ -614,5 +614,5 @@ class Interrupts:
             yield
         finally:
             self.hold = False
-        if self.asked or self.has_raised:  # Python ignores an exception that was raised in a __del__.
+        if self.asked or self.has_raised:  # Python drops a KeyboardInterrupt that is raised in a __del__.
             raise KeyboardInterrupt

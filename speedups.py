@@ -22,11 +22,12 @@ SHARE_FROM = 0.25
 # ---- in the update
 
 
-def shared_states(model, body, sequences, counts, padded):
+def shared_states(model, body, sequences, counts, padded, mask_of):
     """Return what causal_lm.response_states returns, but compute each distinct prompt only once.
 
-    All responses to a prompt share its keys and values, which receive the gradients of all responses. Returns
-    None if the model cannot share prompts, or if sharing would not save time.
+    All responses to a prompt share its keys and values, which receive the gradients of all responses.
+    `padded` and `mask_of` are functions of causal_lm. Returns None if the model cannot share prompts, or if
+    sharing would not save time.
     """
     prompts = []
     responses = []
@@ -42,18 +43,16 @@ def shared_states(model, body, sequences, counts, padded):
     # attends to none, which may give NaN gradients on a GPU.
     rows = {}
     row_of_prompt = torch.tensor([rows.setdefault(prompt, len(rows)) for prompt in prompts], device=device)
-    lengths = torch.tensor(list(map(len, rows)), device=device)
+    in_prompt = mask_of(list(map(len, rows)), device)[row_of_prompt]
+    lengths = in_prompt.sum(1, keepdim=True)
     output = body(input_ids=padded(rows, device, torch.long), **cached)
-    lengths = lengths[row_of_prompt, None]
     first = output.last_hidden_state[row_of_prompt[:, None], lengths - 1]  # predicts the first token
     cached["past_key_values"].reorder_cache(row_of_prompt)
 
     ids = padded(responses, device, torch.long)
-    columns = torch.arange(ids.shape[1], device=device)
-    mask = columns < torch.tensor(counts, device=device)[:, None]
-    in_prompt = torch.arange(output.last_hidden_state.shape[1], device=device) < lengths
+    mask = mask_of(counts, device)
     attended = torch.cat([in_prompt, mask[:, :-1]], 1)
-    positions = lengths + columns[:-1]
+    positions = lengths + torch.arange(ids.shape[1] - 1, device=device)
     later = body(input_ids=ids[:, :-1], attention_mask=attended, position_ids=positions, **cached)
     hidden = torch.cat([first, later.last_hidden_state], 1)
     return output, hidden[mask], ids[mask]

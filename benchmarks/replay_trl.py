@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import tyro
 from bench_trainer import GROUP, tiny_model, with_advantages
-from time_to_score import WARMUP_STEPS, Events, run_trl
+from time_to_score import Events, run_trl, warmup_factor
 
 from policy import Policy, Sample
 from settings import PolicyOptions
@@ -114,7 +114,7 @@ def main() -> None:
             for prompt, response in zip(step["prompts"], step["responses"]):
                 # Only a metric needs the sampler's log-probabilities.
                 samples.append(Sample({}, prompt, response, [0.0] * len(response)))
-            lr = config.lr * min(1.0, number / WARMUP_STEPS)
+            lr = config.lr * warmup_factor(number)
             norm = policy.update(with_advantages(samples, step["rewards"]), lr)["actor/grad_norm"]
             mean = sum(step["rewards"]) / len(samples)
             tokens = sum(map(len, step["responses"]))

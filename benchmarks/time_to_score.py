@@ -141,6 +141,11 @@ def run_ours(job: dict, events: Events) -> None:
 # ---- TRL's side
 
 
+def warmup_factor(step: int) -> float:
+    """Return the fraction of --lr that grpo_trainer.py uses in this step, counted from 1."""
+    return min(1.0, step / WARMUP_STEPS)
+
+
 def run_trl(job: dict, events: Events, trainer_class=None):
     """Train with GRPOTrainer, or a subclass of it. Returns the trainer."""
     import torch
@@ -217,7 +222,7 @@ def run_trl(job: dict, events: Events, trainer_class=None):
     )
     # TRL's own warm-up begins at 0, and its weight decay leaves out norms; ours does neither.
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.1, fused=True)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP_STEPS))
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: warmup_factor(done + 1))
     rows = rows_of(job["train_file"])
     columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
     trainer = (trainer_class or GRPOTrainer)(

@@ -44,6 +44,6 @@ servers)
 runs)
   check 580 shares colocate lora offload ;;
 *)
-    echo "run.sh $stage: unknown stage; pass base, servers or runs"
+  echo "run.sh $stage: unknown stage; pass base, servers or runs"
   exit 2 ;;
 esac
