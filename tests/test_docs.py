@@ -311,7 +311,9 @@ def test_the_first_screens_numbers_are_what_the_runs_say():
     before, after = percent(outcome, correct, "before"), percent(outcome, correct)
     assert f"fully correct answers fall from {before} to {after} while accuracy" in first
     before, after = percent(outcome, "shop", "before"), percent(outcome, "shop")
-    assert f"goes from {before} to {after}, and FAPO raises them to {percent(fapo, correct)}." in first
+    assert f"accuracy rises from {before} to {after}." in first
+    assert f"With FAPO, fully correct answers rise to {percent(fapo, correct)}." in first
+    assert "All numbers are medians of nine runs." in first
 
 
 def test_kinds_of_flaws_by_hand():
