@@ -179,19 +179,20 @@ def page(data: dict) -> str:
         losses.append([token, str(number + 1), *cells, f"{loss / update['tokens']:+.2e}"])
         moves.append([token, *(f"{p:.4f}" for p in (old, now, after))])
 
-    rows = []
+    numbers = {}  # Identical samples share a row of the table.
     columns = zip(paragraphs, rule_rewards, judge, oracle, rewards, advantages, rule_only)
     for n, (lines, by_rule, says, knows, reward, advantage, other) in enumerate(columns, 1):
-        cells = [str(n), f"`{', '.join(lines)}`", "correct" if by_rule > 0 else "wrong", says, str(knows)]
-        rows.append([*cells, f"{reward:g}", f"{advantage:+.3f}", f"{other:+.3f}"])
-    heads = ["", "solution", "answer", "judge", "oracle", "reward", "advantage", "advantage, outcome only"]
-    group = table(heads, *rows)
-    loss_table = table(["token", "sample", "r", "advantage", "-r x advantage", "loss", "loss / N"], *losses)
+        cells = [f"`{', '.join(lines)}`", "correct" if by_rule > 0 else "wrong", says, str(knows)]
+        cells += [f"{reward:g}", f"{advantage:+.3f}", f"{other:+.3f}"]
+        numbers.setdefault(tuple(cells), []).append(str(n))
+    heads = ["samples", "solution", "answer", "judge", "oracle", "reward", "advantage", "outcome only"]
+    group = table(heads, *([", ".join(some), *cells] for cells, some in numbers.items()))
     if not advantages[flawed] < 0 < advantages[sound] or any(cells[4] != cells[5] for cells in losses):
         raise ValueError("--group: in the recorded group, no unclipped flawed sample has a reward below the "
                          "mean; pass a different number")  # fmt: skip
+    shown = [[*cells[:4], *cells[5:]] for cells in losses]  # An unclipped loss is -r x advantage.
+    loss_table = table(["token", "sample", "r", "advantage", "loss", "loss / N"], *shown)
     spared = prefix_length(samples[flawed], results[flawed]["first_wrong"])
-    right = sum(result["acc"] for result in results)
     one, two, N = sound + 1, flawed + 1, f"{update['tokens']:,}"
     sound_token, flawed_token = (samples[number]["tokens"][fork] for number in (sound, flawed))
     passed = paragraphs[overlooked][oracle[overlooked]]
@@ -204,34 +205,25 @@ def page(data: dict) -> str:
 The script `recipes/toy_demo.sh` trains [two Llama models](../toy/models/README.md) with one million
 parameters each: a policy that often forgets carries, and a judge that misses half of the wrong lines.
 
-| step | command |
-| --- | --- |
-| 1. Write the problems and copy the two models. | `prepare_data.py --tasks toy` |
-| 2. Train the judge with GRPO. | `grpo_trainer.py` with `compute_score_fapo_genrm` |
-| 2. Meanwhile, train a policy with the outcome reward. | `grpo_trainer.py` with `compute_score_baseline` |
-| 3. Serve the trained judge with vLLM behind the router. | `genrm_server.py` |
-| 3. Train the same initial policy with FAPO. | `grpo_trainer.py --router-address ...` |
-| 4. and 5. Print the tables and write the web page. | `python -m toy.report`, `python -m tools.view_run` |
+1. `prepare_data.py` writes the problems and copies the two models.
+2. `grpo_trainer.py` trains the judge with GRPO and, at the same time, a policy with the outcome reward.
+3. `genrm_server.py` serves the trained judge, and `grpo_trainer.py` trains the same initial policy with FAPO.
+4. `toy.report` prints [the tables](../README.md#quick-start), and `tools.view_run` writes the web page.
 
-`SEED=1 make demo` uses a different seed and writes to `outputs/demo_seed1`. `PORT=31000 make demo` sets the
-judge's port, which is random otherwise.
+`SEED=1 make demo` uses a different seed, and `PORT=31000 make demo` sets the judge's port.
 
-The README lists [the results to expect](../README.md#quick-start). Towards the end, the judge finds only
-about half of the flawed positives that the oracle counts. The policy keeps making the mistakes that the judge
-misses, such as an error of ten in a sum without a carry (`27-7=10`).
-
-The flaws of the demo are planted, and by construction the outcome reward cannot see them.
-[The second world](evidence.md#the-second-world-flaws-of-the-policys-own) has no planted flaws.
-
-The rest of this page follows one prompt through step {data["step"]} of a demo run (seed 0, FAPO with the
-trained judge).
+Towards the end, the judge finds only about half of the flawed positives that the oracle counts. The policy
+keeps making the mistakes that the judge misses, such as an error of ten in a sum without a carry (`27-7=10`).
 
 ## The prompt
 
+The rest of this page follows one prompt through step {data["step"]} of 60 (seed 0, FAPO with the trained
+judge):
+
 > {question}
 
-The correct answer is {truth}, and the outcome reward checks nothing else. In each step, the trainer draws 16
-prompts and samples a *group* of {len(samples)} answers to each prompt at temperature 1.
+The correct answer is {truth}. In each step, the trainer draws 16 prompts and samples a *group* of
+{len(samples)} answers to each prompt at temperature 1.
 
 ## Eight samples and their advantages
 
@@ -240,22 +232,18 @@ give the first wrong paragraph, counted from 0; -1 means that no paragraph is wr
 
 {group}
 
-- **Judge**: `compute_score_fapo` queries the judge only on correct answers (here, {right} of {len(samples)}).
-- **Oracle**: `first_wrong_paragraph` computes the correct verdict. Training does not use the oracle.
-- **Reward**: a wrong answer gets -1. A correct answer gets 0 if the judge names a wrong paragraph, and 1
-  otherwise.
-- **Advantage**: `compute_advantages` returns (reward - {rewards.mean():.3f}) / {rewards.std():.3f}, with the
-  mean and the standard deviation of the group's rewards.
-- **Advantage, outcome only**: the advantage if every correct answer got 1.
+`compute_score_fapo` queries the judge only on correct answers. A wrong answer gets a reward of -1. A correct
+answer gets 0 if the judge names a wrong paragraph, and 1 otherwise. `compute_advantages` subtracts the mean
+of the group's rewards, {rewards.mean():.3f}, and divides by their standard deviation, {rewards.std():.3f}.
+The last column shows the advantages that the outcome reward would give. Training does not use the oracle.
 
 Sample {two} has a correct answer but a wrong step. With FAPO, its advantage is {advantages[flawed]:+.3f}
-instead of {rule_only[flawed]:+.3f}. The sign is negative because fully correct samples outnumber wrong ones
-in this group. In a group with more wrong than fully correct samples, FAPO encourages flawed positives.
+instead of {rule_only[flawed]:+.3f}. The sign is negative because more samples in this group have a reward of
+1 than of -1. In the opposite case, FAPO encourages flawed positives.
 
 ## What the judge reads and writes
 
-The prompt style "{style}" is short enough for a judge with one million parameters. For sample {two}, the
-judge reads:
+For sample {two}, the judge reads:
 
 ```text
 {prompt}
@@ -267,42 +255,36 @@ The judge recomputes each line from the previous value and stops at the first li
 {samples[flawed]["critique"]}
 ```
 
-`parse_critique` extracts the paragraph index from the box, which is {judge[flawed]}. For
-sample {overlooked + 1}, the judge writes:
+`parse_critique` extracts the paragraph index {judge[flawed]} from the box. For sample {overlooked + 1}, the
+judge writes:
 
 ```text
 {samples[overlooked]["critique"]}
 ```
 
-Here, the judge misses that paragraph {oracle[overlooked]}, `{passed}`, is wrong, so the sample is rewarded as
-if it were sound. The policy does not unlearn a flaw that the judge misses every time.
+The judge misses that paragraph {oracle[overlooked]}, `{passed}`, is wrong, so the sample is rewarded as if it
+were sound.
 
 ## The loss of one token
 
-Samples {one} and {two} are identical up to `{line}`. Sample {one} continues with `{sound_token}` and
-sample {two} with `{flawed_token}`. The ratio r is a token's current probability divided by its probability
-before the step; an earlier mini-batch has already changed the policy. This mini-batch has N = {N} response
-tokens, and `compute_policy_loss` returns:
+Samples {one} and {two} are identical up to `{line}`. Sample {one} continues with `{sound_token}` and sample
+{two} with `{flawed_token}`. The ratio r is a token's current probability divided by its probability before
+the step; an earlier mini-batch has already changed the policy. This mini-batch has N = {N} response tokens,
+and `compute_policy_loss` returns:
 
 {loss_table}
 
-Neither token is clipped: r would have to exceed 1.28 for the first token, or fall below 0.8 for the second.
-Every token of a sample has the same advantage, so the update does not know which digit is wrong. The wrong
-digit still becomes less likely, because the other tokens of sample {two} also occur in sound solutions,
-which encourage them.
-
-## Credit for the good prefix
-
-With `--credit prefix`, the {spared} tokens before the paragraph that the judge names get an advantage of 0
-instead of {advantages[flawed]:+.3f}, which all later tokens of sample {two} keep. The demo does not use this
-flag. See [algorithms](algorithms.md#results-in-the-toy-world) for its effect.
+Neither token is clipped (r would have to exceed 1.28 for the first token, or fall below 0.8 for the second),
+so the loss is -r times the advantage. Every token of a sample has the same advantage, so the update does not
+know which digit is wrong. The wrong digit still becomes less likely, because sound solutions contain the
+other tokens of sample {two} and encourage them. [`--credit prefix`](algorithms.md#credit-for-the-good-prefix)
+would set the advantage of the {spared} tokens before the wrong paragraph to 0.
 
 ## The new probability
 
 {table(["token", *WHEN], *moves)}
 
-The table shows the effect of the step's {update["of"]} updates on all of its samples, with a learning rate
-of {update["lr"]:g}. The demo trains each model for 60 such steps.
+The step makes {update["of"]} updates with a learning rate of {update["lr"]:g}.
 """
 
 
