@@ -39,7 +39,7 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
         divide_by_std: Whether to divide by the std. Dr. GRPO (arXiv:2503.20783) does not.
 
     Returns:
-        The advantages. A group with fewer than two verdicts, or with equal rewards only, gets 0.
+        The advantages. They are 0 in a group with fewer than two verdicts or with only equal rewards.
     """
     known = ~rewards_P_G.isnan()
     count = known.sum(1, keepdim=True)
@@ -83,7 +83,7 @@ def length_penalty_of(config) -> Callable[[int], float] | None:
         buffer=config.overlong_buffer,
         factor=config.overlong_factor,
     )
-    penalty(0)  # This call raises ValueError now if the buffer is out of range.
+    penalty(0)  # Raises ValueError early if the buffer is out of range.
     return penalty
 
 
@@ -102,7 +102,7 @@ class Groups:
         lengths_P_G, prompt_lengths_P_G: The lengths of responses and prompts in tokens.
         tokens_T: The token indices 0, 1, ... of the longest response.
         prefixes_P_G: The number of tokens before the first wrong paragraph.
-        steps: The score of each paragraph, and the paragraph of each token.
+        steps: The score of each paragraph, and the paragraph to which each token belongs.
 
     Args:
         groups: Lists of policy.Sample objects that have a `result`.
@@ -227,7 +227,7 @@ def dr_grpo(groups, options):
 
 
 def papo(groups, options):
-    """Return A_outcome + A_process, which are normalised separately (PAPO, arXiv:2603.26535).
+    """Return A_outcome + A_process, each normalised separately (PAPO, arXiv:2603.26535).
 
     The outcome is 1 if the answer is correct and -1 otherwise, plus the length penalty. A_outcome is
     normalised over the whole group. The process reward is 1 if the reasoning is sound and 0 if it is flawed.
@@ -251,9 +251,9 @@ def vppo(groups, options):
 
     A token of a correct solution has the value 1. A token of a wrong solution has the value `prefix_reward`
     (alpha) in the rewarded part of the prefix before the first error, and 0 elsewhere. The advantage of a
-    token is its value minus the baseline: the mean value of a solution's tokens, averaged over the group.
-    Advantages are not divided by a std. Unlike in the paper, the outcome includes the length penalty. A group
-    with fewer than two verdicts gets 0.
+    token is its value minus a baseline. For the baseline, values are averaged over the tokens of each
+    solution, and these means are averaged over the group. Advantages are not divided by a std. Unlike in the
+    paper, the outcome includes the length penalty. A group with fewer than two verdicts gets 0.
     """
     correct_P_G = groups.number("score") > 0  # With FAPO's score and lambda = 1: correct and sound.
     outcome_P_G = correct_P_G + groups.penalties_P_G
@@ -275,7 +275,7 @@ def terms(groups, options):
     """Return the weighted sum of reward components, normalised over the step (GDPO, arXiv:2601.05242).
 
     Each component is first normalised within its group. If a component is NaN, the sample is excluded from
-    this component only. A sample without any component has no verdict. The step's mean is not subtracted,
+    that component only. A sample without any component has no verdict. The step's mean is not subtracted,
     because the sums already have mean 0 in every group.
     """
     total_P_G = 0.0
@@ -362,18 +362,18 @@ def set_advantages(
 ) -> list[list]:
     """Set the advantage of each sample, or of each of its tokens, and return the groups to train on.
 
-    A sample without a verdict keeps the advantage None. A sample loses its verdict if a value that the
-    advantage needs is not a number. The other samples of its group are then normalised without it.
+    A sample without a verdict keeps the advantage None. If a value that the advantage needs is not a number,
+    the sample loses its verdict, and the other samples of its group are normalised without it.
 
     Args:
         groups: Lists of policy.Sample objects that have a `result`.
         options: settings.PolicyOptions.
         decode: A function from token ids to text.
         drop_zero_advantages: Drop groups without a learning signal, and leave their advantages unset.
-        require_keys: Check that every key that the advantage needs occurs in at least one result.
+        require_keys: Check that each key the advantage needs occurs in at least one result.
 
     Raises:
-        RuntimeError: require_keys is set, and no result has one of the keys.
+        RuntimeError: require_keys is set, and one of these keys occurs in no result.
     """
     results = Groups(groups, decode, require_keys)
     advantages = apply_formula(results, options)
@@ -510,7 +510,7 @@ def compute_policy_loss(
         num_tokens: Number of tokens that the policy wrote in the whole mini-batch.
         num_sequences: Number of sequences in the whole mini-batch, by default B. Only gspo uses it.
         loss: A name in LOSSES.
-        clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high, by default as in LOSSES.
+        clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high. Defaults: see LOSSES.
         clip_c: Dual-clip bound, used only by the "clip" loss.
         rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
@@ -564,7 +564,7 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
 
 
 def starts_of(sample, count: int, decode) -> list[int]:
-    """Return where the first `count` paragraphs (or turns) of a sample begin, as token indices."""
+    """Return the token indices at which the first `count` paragraphs (or turns) of a sample begin."""
     if sample.has_turns:
         lengths = [turn["tokens"] for turn in sample.turns]
         return list(accumulate(lengths[:-1], initial=0))[:count]
@@ -636,8 +636,8 @@ def goes_beyond(before: str, decoded: str) -> bool:
 def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
     """Return a token shortly before `end` at which decoding can start, and the offset of this token's text.
 
-    Decoders drop a leading space, and one character may consist of several tokens. So a start is valid only
-    if decoding from there gives the same text as decoding from `first`. Otherwise, `first` is returned.
+    Decoders drop a leading space, and one character may consist of several tokens. A start is therefore valid
+    only if decoding from there gives the same text as decoding from `first`. Otherwise, `first` is returned.
     """
     decoded = decode(ids[first:end])
     for context in (8, 32):

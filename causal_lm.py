@@ -73,7 +73,7 @@ def read_config(source: str, trust_remote_code=False):
 
 
 def set_dtypes(model, lora_rank: int, device_type: str) -> None:
-    """Convert all weights to float32, but on a GPU convert the layers that LoRA freezes to bf16."""
+    """Convert all weights to float32, except that layers frozen by LoRA become bf16 on a GPU."""
     dtypes = dict.fromkeys(model.parameters(), torch.float32)
     if lora_rank and device_type == "cuda":
         for layer in layers_of(model, "--lora-rank"):
@@ -95,9 +95,9 @@ def can_share_prompts(model) -> bool:
 def check_logprobs(logprobs_function, model, name: str, device: torch.device) -> None:
     """Compare log-probabilities from `logprobs_function` with those of the model's own forward pass.
 
-    Some of the sequences share a prompt. If the log-probabilities are wrong only because the prompt is
-    computed once for all of them, this optimization is turned off. Most tokens follow a short prompt, so that
-    positions that count padding are noticed.
+    Some of the sequences share a prompt. If the log-probabilities are wrong only because this prompt is
+    computed once for all of them, that optimization is turned off. Most tokens follow a short prompt, which
+    exposes models whose positions count padding.
 
     Args:
         logprobs_function: Either logprobs_and_entropy or a function with the same arguments.
@@ -143,7 +143,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         sequences: The token ids of each prompt and its response.
         counts: The number of response tokens of each sequence.
         temperature: The divisor of the logits.
-        with_entropy: Compute entropies. Otherwise they are NaN, so that accidental use is noticed.
+        with_entropy: Compute the entropies. If false, they are NaN, which exposes accidental use.
     """
     device = model.device
     states = None
@@ -228,10 +228,10 @@ def backbone(model):
 
 
 def logits_of(model, output, hidden_N_H):
-    """Return the logits (N x V, float32) of hidden states that were selected from the backbone's `output`.
+    """Return the logits (N x V, float32) for hidden states selected from the backbone's `output`.
 
-    Model families differ in what follows the layers, such as soft caps, scales or another layer. So the
-    model's own forward computes the logits, with its backbone replaced by a function that returns these
+    Model families differ in what follows the layers, such as soft caps, scales or another layer. Therefore,
+    the model's own forward computes the logits, with its backbone replaced by a function that returns these
     hidden states.
     """
     body = backbone(model)
@@ -250,7 +250,7 @@ def logits_of(model, output, hidden_N_H):
 
 @contextlib.contextmanager
 def checkpointed_layers(model):
-    """Recompute the activations of layers in the backward pass, inside this context, to save memory.
+    """Inside this context, recompute layer activations in the backward pass to save memory.
 
     transformers' own switch is not used, because it needs training mode, in which some models use dropout.
     """
@@ -286,8 +286,8 @@ def layers_of(model, flag: str) -> list:
 def add_adapters(model, options, source: str) -> None:
     """Freeze the model and add float32 adapters to its layers.
 
-    If the checkpoint `source` has adapters, they are loaded. New adapters depend only on the seed, and do not
-    change the model at first, because their matrix B is 0.
+    If the checkpoint `source` has adapters, they are loaded. New adapters depend only on the seed. Because
+    their matrix B starts at 0, they do not change the model at first.
 
     Args:
         model: The model.
@@ -336,7 +336,7 @@ def add_adapters(model, options, source: str) -> None:
 
 
 def adapter_layers(model) -> dict:
-    """Return the layers that have an adapter, by name."""
+    """Return the layers with adapters, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -562,7 +562,7 @@ class ReplyError(Exception):
 
 
 def _raise_if_failed(reply):
-    """Raise ReplyError if `reply`, a reply or one of its choices, has an `error`, as gateways may send."""
+    """Raise ReplyError if `reply` (a reply or one of its choices) has an `error`, as some gateways send."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
@@ -587,7 +587,7 @@ async def _json_request(method, url, **kwargs):
 async def served_model(address: str, outdated=None) -> dict:
     """Return the first model that GET /v1/models lists: its id, max_model_len and more.
 
-    The answer is cached for each address. To refresh the cache, pass the wrong answer as `outdated`; the
+    The answer is cached for each address. To refresh the cache, pass the cached answer as `outdated`; the
     address is not queried again if another caller has refreshed the cache in the meantime.
     """
     shared = _shared_answer(asyncio.get_running_loop(), address)
@@ -821,7 +821,7 @@ async def compute_score_fapo(
         if extra_info.get("question") is None:
             raise ValueError("extra_info['question'] is missing; the judge needs the problem's text")
         solution = solution_str
-        if len(turns) > 1:  # Each paragraph starts with its author, so that no text can claim another.
+        if len(turns) > 1:  # A text cannot claim another author, because its paragraph names the author.
             solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
         verdict = await judge_solution(
             extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
@@ -863,8 +863,8 @@ def compute_score_fapo_genrm(
 
     Returns:
         A dict with score, acc, exact (whether the index is right) and gt (the label). If on_no_verdict is
-        "none", the dict also has pred and three values whose means are rates: recall and location (of flawed
-        solutions) and sound_kept (of sound solutions). These values may be None, which verl cannot average.
+        "none", the dict also has pred and three values whose means are rates: recall and location (over
+        flawed solutions) and sound_kept (over sound ones). They may be None, which verl cannot average.
     Raises:
         ValueError: ground_truth or extra_info["total_steps"] is missing or out of range.
     """

@@ -7,8 +7,8 @@
 ModelServers supervises the servers and the router of one model. A VllmServer is a child process that
 ends with this program, even if this program is killed. Servers get GPUs from CUDA_VISIBLE_DEVICES, in order,
 or equal shares of the CPU cores. A server that dies is removed from the router and restarted after a growing
-delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready. Servers need
-a key on every path except /health (KeyGuard). cluster/placement.py runs servers as Ray actors.
+delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready. Servers
+require a key on every path except /health (KeyGuard). cluster/placement.py runs servers as Ray actors.
 Needs router.py. Not covered: systems other than Linux, servers that span nodes, other engines.
 """
 
@@ -179,8 +179,8 @@ class ServerSlot:
 class ModelServers:
     """The servers of one model and their router, each supervised by a thread.
 
-    `servers` are Ray actors of VllmServer; by default the servers run on this machine. The constructor waits
-    until all servers are ready, unless `wait` is False. before_starting(slot) is called before a server
+    `servers` are Ray actors of VllmServer; without them, servers are started on this machine. The constructor
+    waits until all servers are ready, unless `wait` is False. before_starting(slot) is called before a server
     starts, and before_joining(slot) when it is healthy but not yet in the router. `router_address` is
     "host:port". The `lock` is held while a server joins and during a control call to all servers, so that no
     server misses a control call. The constructor raises ValueError for invalid settings, OSError if the port
@@ -383,8 +383,8 @@ class ModelServers:
 def reserve_port(host: str, port: int = 0) -> socket.socket:
     """Reserve a port for a child process by binding it without listening.
 
-    SO_REUSEADDR lets the child bind the same port. Other programs are unlikely to get the port before the
-    child binds it (vLLM takes 20 s) or restarts.
+    SO_REUSEADDR lets the child bind the same port. While the port is reserved, other programs are unlikely to
+    get it: neither before the child binds it (vLLM takes 20 s) nor while the child restarts.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -395,8 +395,8 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
 class Process:
     """A child process with a log file, and the leader of a process group.
 
-    The group is killed by `stop`, or when this program ends. The child listens at `url` and may use the CPU
-    cores in `cores` (empty: all).
+    The group is killed by `stop`, or when this program ends. The child listens at `url` and runs on the CPU
+    cores in `cores` (empty: all cores).
     """
 
     def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = "", cores=()):
@@ -614,7 +614,7 @@ def split_evenly(cores: list, count: int) -> list[list]:
 class KeyGuard:
     """A middleware for vLLM's server that requires the servers' key on every path except /health.
 
-    vLLM itself checks keys only on /v1, but not on the control endpoints, which can replace the weights.
+    vLLM itself checks keys only on /v1, not on the control endpoints, which can replace the weights.
     """
 
     def __init__(self, app):

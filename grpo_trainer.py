@@ -53,8 +53,8 @@ from run_folder import batch_metrics, no_verdict_rate, validation_metrics
 def train(config: Config) -> Path | None:
     """Train a policy from the first step, or from the newest checkpoint, to the last step.
 
-    All randomness depends only on the seed, the step and the number of prompts drawn so far. So a resumed run
-    equals an uninterrupted one (on a CPU with --rollout hf, exactly).
+    All randomness depends only on the seed, the step and the number of prompts drawn so far. A resumed run
+    therefore equals an uninterrupted one (exactly, with --rollout hf on a CPU).
 
     Returns:
         The folder of the last checkpoint, or None after a dry run.
@@ -104,7 +104,7 @@ class Batch:
     groups: list[list[Sample]] = field(default_factory=list)  # Each group has the samples of one prompt.
     groups_to_train: list[list[Sample]] = field(default_factory=list)
     rounds: int = 0  # How often prompts were drawn: once, or more often with --dynamic-sampling.
-    num_prompts_drawn: int = 0  # This counts the whole run, including this batch so far.
+    num_prompts_drawn: int = 0  # Counted over the whole run, including this batch so far.
     staleness: int = 0  # Age of the weights that sampled the batch, in steps.
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
@@ -332,7 +332,7 @@ def evaluate(run: Run) -> None:
 
 
 def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
-    """Sample and score responses to the validation rows: `count` per row, by default as --val-file says."""
+    """Sample and score responses to the validation rows: `count` per row, or as in --val-file and --val-n."""
     batch = Batch(run.step, temperature, run.config.val_top_p)
     rollouts = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
     batch.groups = await_rewards(run, batch, rollouts)

@@ -102,7 +102,7 @@ class MiniBatch:
     """The samples of one optimizer update. With several ranks, each rank has a share of the samples."""
 
     samples: list[Sample]  # Samples without a gradient are left out.
-    # The next two fields divide the loss. They count all samples with a verdict, on all ranks.
+    # The next two fields are divisors of the loss. They count all samples with a verdict, on all ranks.
     num_tokens: int = 0  # Number of tokens that the policy wrote.
     num_sequences: int = 0  # If this is 0, the update only checks the sampler.
 
@@ -219,8 +219,8 @@ class Policy:
 
         Returns:
             Metrics. actor/entropy is estimated from the sampler's log-probabilities of all samples.
-            rollout/logprob_diff compares sampler and policy on the tokens that are computed before the first
-            optimizer step. Other rates are means over the tokens trained on.
+            rollout/logprob_diff compares sampler and policy on the tokens of the forward passes before the
+            first optimizer step. Other rates are means over the tokens trained on.
 
         Raises:
             RuntimeError: Sampler and policy differ by more than max_logprob_diff (the weights are then
@@ -280,9 +280,9 @@ class Policy:
     def accumulate_gradients(self, batch: MiniBatch, is_first_update: bool) -> Counter:
         """Accumulate the gradient of this mini-batch's loss, and return sums for the metrics.
 
-        The loss of a micro-batch is divided by the counts of the whole mini-batch. So any split of the
-        samples over micro-batches or ranks gives the same gradient and the same sums. In the first update of
-        a step, the model has not changed yet, so its log-probabilities are the old ones.
+        The loss of a micro-batch is divided by the counts of the whole mini-batch. Any split of the samples
+        over micro-batches or ranks therefore gives the same gradient and the same sums. In the first update
+        of a step, the model has not changed yet, so its log-probabilities are the old ones.
         """
         config = self.config
         sums = Counter()
@@ -484,7 +484,7 @@ def has_gradient(sample: Sample, options) -> bool:
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Group the indices of sequences with similar lengths into micro-batches.
+    """Group sequences of similar length into micro-batches. Returns lists of their indices.
 
     A micro-batch has at most `max_tokens` tokens after padding, or a single longer sequence.
     """

@@ -12,7 +12,7 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
     prompt       [{"role": "user", "content": str}]
     reward_model {"style": "rule", "ground_truth": str}; in judge rows the ground truth is an integer: the
                  index of the first wrong paragraph, or -1
-    extra_info   {"split", "index", "question", ...}; judge rows also have total_steps, subset and others
+    extra_info   {"split", "index", "question", ...}; judge rows also have total_steps, subset ...
 
 A file in --source-dir (parquet, JSON, JSONL or CSV) belongs to a data set if its name starts with the data
 source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). Without such a
@@ -282,7 +282,7 @@ HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of splits that
 
 
 def serves(path: Path, source: Source) -> bool:
-    """Return whether a local file has this data set and split. The module's docstring states the rule."""
+    """Return whether a local file belongs to this data set and split (rule: see the module's docstring)."""
     words = re.split("[^a-z0-9]+", path.stem.lower())
     name = re.split("[-_]", source.data_source)
     if path.suffix.lower() not in SUFFIXES or words[: len(name)] != name or not HELD_OUT.isdisjoint(words):
@@ -295,7 +295,7 @@ def serves(path: Path, source: Source) -> bool:
 
 
 def local_files(source: Source, source_dir: Path) -> list[Path]:
-    """Return the files in `source_dir` with this data set and split. Raise OSError if there are none."""
+    """Return the files in `source_dir` for this data set and split. Raise OSError if there are none."""
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
         name = source.data_source
@@ -324,7 +324,7 @@ def hub_files(source: Source) -> list[Path]:
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # Data sets to convert. all: all public data sets (with --source-dir: all with a file there), but not toy.
+    # Data sets to convert. all: every public data set (with --source-dir: if it has a file there), not toy.
     # reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym, with
     # optional settings.
     tasks: list[Task | str]
@@ -452,7 +452,7 @@ def prepare(config: Config) -> dict[str, int]:
         warm_start.copy_shipped(config.out_dir)
     errors = []
     for task, why in failed.items():
-        # With --source-dir, one split of a data set suffices, and `all` may have no files for a data set.
+        # With --source-dir, one split of a data set suffices; with `all`, a data set may have no files.
         if not source_dir or not (task in built or "all" in config.tasks):
             errors.append(why)
     if errors:

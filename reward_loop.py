@@ -17,7 +17,7 @@ returns NaN or kills its process, its sample gets `reward_score: None`, and othe
 RewardLoopManager runs in the driver. Its thread with an event loop sends each call to the least busy worker
 (reward_worker.py, a Ray actor) and enforces all limits for the whole cluster. Each worker has one `collect`
 call in progress, which returns new results. Ray restarts workers that die, and the manager kills workers that
-do not respond. A lost call is repeated (after two losses in a separate process); it fails after six losses.
+do not respond. A lost call is repeated (in a separate process after two losses); it fails after six losses.
 The function's folder must have the same path on all nodes. Not covered: one limit for several drivers,
 cancelling a sample that a worker already has, grading in a container (grading has your permissions).
 Needs reward_worker.py; also genrm_server.py and cluster/ to start reward models, and compute_score.py for the
@@ -253,8 +253,8 @@ class ScoringCall:
     """One call of the function, for one sample or a group. The manager keeps it until a result arrives."""
     payload: bytes
     lengths: dict[Future, int | None]  # future result of each sample -> number of response tokens
-    losses: int = 0  # how often the call was lost because a process died or Ray lost the call
-    http_tries: int = 0  # how often the call failed with an HTTP error or a broken connection
+    losses: int = 0  # number of times that the call was lost: a process died, or Ray dropped the call
+    http_tries: int = 0  # number of times that the call failed with an HTTP error or a broken connection
 
 
 @dataclasses.dataclass(eq=False)

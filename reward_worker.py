@@ -158,7 +158,7 @@ def flag(field: str) -> str:
 
 
 def load_in_this_process(field: str, spec: str):
-    """Load a user's function for this process. The function may import modules of its folder later."""
+    """Load a user's function for this process. The function may import modules from its folder later."""
     path, name = file_and_name(field, spec)
     with modules_of_the_user(path.parent):
         function = load_function(f"{path}:{name}", flag(field))
@@ -172,9 +172,9 @@ def load_in_this_process(field: str, spec: str):
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """Hide our modules in the block, and remove the user's modules after it.
+    """Hide this repository's modules inside the block, and unload the user's modules after it.
 
-    Otherwise, a policy.py of the user could be confused with ours.
+    Otherwise, the user's policy.py could be mistaken for ours.
     """
     import_path = sys.path.copy()
     before = sys.modules.copy()
@@ -211,7 +211,7 @@ class Scorer:
     """The reward function of a run with its constant arguments. Raises ValueError if it cannot be loaded.
 
     Arguments are pickled. A result is JSON: [[[score or None, extra info, status] for each response], whether
-    to retry]. With JSON, no object of the user can break a message that also carries other results.
+    to retry]. With JSON, no user object can break a message that also carries other results.
     """
 
     def __init__(self, job: Job):
@@ -397,11 +397,11 @@ class Grader(threading.Thread):
             raise ValueError(complaint)
 
     def ask(self, number: int, message: bytes, timeout: float) -> bytes:
-        """Send a message to the process and return the answer.
+        """Send a message to the process and return its response.
 
         Raises:
-            OSError, EOFError: The process died or sent an invalid answer.
-            TimeoutError: The process did not answer within `timeout` seconds.
+            OSError, EOFError: The process died or sent an invalid response.
+            TimeoutError: The process did not respond within `timeout` seconds.
         """
         due = time.monotonic() + min(timeout, 1e6)  # `poll` does not accept infinity.
         self.pipe.send_bytes(b"%d " % number + message)
@@ -415,7 +415,7 @@ class Grader(threading.Thread):
         line, _, rest = b"".join(chunks).partition(b"\n")
         answered, _, result = line.partition(b" ")
         if answered != b"%d" % number or rest:  # The function itself wrote to the pipe.
-            raise OSError("the grading process sent an invalid answer")
+            raise OSError("the grading process sent an invalid response")
         return result
 
     def close(self):

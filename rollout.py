@@ -178,8 +178,8 @@ def check_sampling(policy: Policy):
     if not apart <= 0.01:  # This is also true for NaN.
         name = type(policy.model).__name__
         raise ValueError(
-            f"--rollout hf: sampling from {name} is incorrect (its log-probabilities differ from those of "
-            f"training by {apart:.2g}); pass --rollout vllm"
+            f"--rollout hf: sampling from {name} is incorrect (its log-probabilities differ from the "
+            f"trainer's by {apart:.2g}); pass --rollout vllm"
         )
 
 
@@ -199,9 +199,9 @@ class Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The fields of a server's answer that are decoded.
+    """The fields that are decoded from a server's response.
 
-    Decoding only these fields takes a sixth of the time, and this process decodes the answers of all samples.
+    Decoding only these takes a sixth of the time, and this process decodes the responses to all requests.
     """
 
     choices: list[Choice]
@@ -221,11 +221,11 @@ def rollout_vllm(
 ):
     """Sample the responses on the vLLM servers of a PolicyServers, with one request per sample.
 
-    A request contains token ids, and its answer contains token ids and log-probabilities. With top_p, these
-    are log-probabilities within the nucleus. Requests have no seed, because a seed crashes vLLM's engine on a
-    CPU, so equal calls give different samples. Requests to a server that dies are retried, and the router
-    queues them until a server is available. Raises RuntimeError if all attempts of a request fail, or if
-    another thread sets `stop`.
+    A request contains token ids; the server returns token ids and log-probabilities. With top_p, these are
+    log-probabilities within the nucleus. Requests have no seed, because a seed crashes vLLM's engine on a
+    CPU, so repeating a call gives different samples. Requests to a server that dies are retried, and the
+    router queues them until a server is available. Raises RuntimeError if all attempts of a request fail, or
+    if another thread sets `stop`.
 
     Args:
         rollout_batch_size: Number of concurrent requests per server.
@@ -260,7 +260,7 @@ def sampling_parameters(temperature, top_p, eos_ids) -> dict:
     return {
         "temperature": temperature,
         "top_p": top_p,
-        "logprobs": 0,  # 0 asks for the sampled token's log-probability only.
+        "logprobs": 0,  # Return only the log-probability of the sampled token.
         "return_token_ids": True,
         "stop_token_ids": sorted(eos_ids),
         "ignore_eos": True,  # Responses end only at the trainer's end tokens.
@@ -274,16 +274,16 @@ def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         f"http://{servers.service.router_address}",
         headers={"Authorization": f"Bearer {config.api_key}"},
-        # There is no time limit here, because requests may wait long for a connection. The router has one.
+        # No time limit here: requests may wait long for a connection, and the router has its own limit.
         connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(),
     )
 
 
 async def request_completion(session, address, body, headers=None) -> Choice:
-    """Return the servers' answer to one request.
+    """Send one request and return the completion.
 
-    Raises RuntimeError if six attempts fail, or if the router's time limit, which may be hours, passes twice.
+    Raises RuntimeError after six failed attempts, or after two timeouts of the router, which may take hours.
     """
     timeouts = 0
     for pause in (0, 1, 2, 4, 8, 16):
@@ -390,7 +390,7 @@ class PolicyServers:
                         print(f"policy servers: WARNING: {line}", flush=True)
 
     def check(self):
-        """Raise RuntimeError if no request can be answered any more. Rollouts call this while they wait."""
+        """Raise RuntimeError if the servers can no longer respond. Rollouts call this while they wait."""
         self.service.check()
 
     def shutdown(self):
@@ -425,7 +425,7 @@ def served_weights(policy, dtype: torch.dtype):
 def folder_for(log_dir: Path | None, size: int) -> str:
     """Return the path of a folder for weights of `size` bytes, in shared memory if it has room.
 
-    The path is the same on all nodes, and the same again when a killed run is resumed.
+    The path is the same on all nodes, and stays the same when a killed run is resumed.
     """
     owner = f"{os.getuid()} {Path(log_dir or str(os.getpid())).absolute()} {size}"
     name = f"fapo_policy_{hashlib.sha256(owner.encode()).hexdigest()[:12]}"
@@ -443,7 +443,7 @@ def folder_for(log_dir: Path | None, size: int) -> str:
 
 
 def model_files(info: dict, tokenizer) -> dict[str, bytes]:
-    """Return the files of a model's folder other than the weights: {name: content}."""
+    """Return the files of a model folder, except the weights, as {name: content}."""
     served = copy.deepcopy(info["config"])
     # The head is untied, because vLLM's reload silently leaves a tied head with its old weights.
     served.tie_word_embeddings = info["architecture"] in NO_HEAD
@@ -457,7 +457,7 @@ def model_files(info: dict, tokenizer) -> dict[str, bytes]:
 
 
 class WeightFolder:
-    """The policy's model folder for the servers of one node, used directly or as a Ray actor there.
+    """The policy's model folder for the servers on one node, used directly or as a Ray actor on that node.
 
     `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
     A server that starts during a write may fail and restart, or read a mixture of old and new weights. In

@@ -9,7 +9,7 @@ The router forwards the paths of --forward and rejects all others. Its own endpo
     DELETE /workers?url=U       removes a server and lets its requests finish; needs the servers' key
 How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
-    no answer from /health      The server leaves the rotation. Its requests go to other servers.
+    no response from /health    The server leaves the rotation. Its requests go to other servers.
     500, 502, 503, 504, or a    The router checks the /health of the server and distinguishes the next two
     broken connection           cases.
       /health is good           The request goes to another server. After --unhealthy-after failures in a row,
@@ -18,7 +18,7 @@ How the router reacts when a server fails:
                                 retried one per second. A request is rejected with 422 if a second server dies
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
-    any other answer            The answer is forwarded. Once a part has been sent, there is no retry.
+    any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 No request is sent twice to a living server. A server returns to the rotation when its /health answers again.
 If a client disconnects, the server stops working on the request. Requests with the same X-Session-Id header
 go to the same server while it is healthy, regardless of --policy.
@@ -63,7 +63,7 @@ class Config:
     workers: tuple[str, ...] = ()  # Base URLs of the servers, such as http://10.0.0.2:8000.
     host: str = "127.0.0.1"  # Address to listen on. 0.0.0.0 opens it to the network: set an API key then.
     port: int = 30000  # Port to listen on. 0: choose a free port and print it.
-    # Paths to forward, with all paths below them. /: forward every path.
+    # Paths to forward, including all paths below them. /: forward every path.
     forward: tuple[str, ...] = ("/v1", "/generate", "/classify", "/pooling", "/score", "/rerank",
                                 "/tokenize", "/detokenize")
     # How the router chooses a server: each in turn, or the one with the fewest running requests.
@@ -145,7 +145,7 @@ class Worker:
     is_silent: bool = False  # whether the last health check timed out
     requests: int = 0
     failures: int = 0  # number of attempts that got no answer or a status in FAILED
-    retries: int = 0  # number of requests that another server failed to answer
+    retries: int = 0  # number of requests that came here after another server had failed
     seconds: float = 0.0  # total duration of all attempts
 
 
@@ -361,7 +361,7 @@ class Router:
         return worker
 
     async def choose(self, tried: list[Worker], suspect: bool, deadline: float, session: str):
-        """Choose a server like `acquire`, but let some requests wait. Return None if there is no server.
+        """Choose a server as `acquire` does, but let some requests wait. Return None if there is no server.
 
         A request that has not reached a living server may wait for one. A request whose server died is a
         suspect and waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that

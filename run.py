@@ -53,7 +53,7 @@ class Run:
                     ...
         run.result                          # the folder of the last checkpoint
 
-    The constructor reads the input, and raises ValueError if something is wrong with it.
+    The constructor reads the input and raises ValueError if it is invalid.
     """
 
     def __init__(self, config):
@@ -250,7 +250,7 @@ class Run:
         """
         while not self.config.dry_run:
             if not self.log.history or self.log.history[-1]["step"] != self.step:
-                self.log.metrics({"step": self.step})  # Step 0 lacks a line, as may a step after a power cut.
+                self.log.metrics({"step": self.step})  # Step 0 has no line yet. A power cut may lose a line.
             if self.evaluation_is_due():
                 with self.restarting_ranks():
                     evaluate(self)

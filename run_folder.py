@@ -70,7 +70,7 @@ def check_folder(config):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"--out-dir {out_dir}: is in use by another run; wait for that run, or pass another directory"
+            f"--out-dir {out_dir}: is in use by another run; wait until it ends, or pass another directory"
         ) from None
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by runs that were killed while saving
         shutil.rmtree(rest, ignore_errors=True)
@@ -98,7 +98,7 @@ def check_room(config, step: int, checkpoint: float) -> None:
 def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
     """Write checkpoints/step_N: a Hugging Face folder, the optimizer, and `state` (with `step`) as JSON.
 
-    A checkpoint is complete or absent, even after a power cut. Older ones are deleted only afterwards.
+    A checkpoint is either complete or absent, even after a power cut. Older ones are deleted only afterwards.
     """
     folder = Path(config.out_dir, "checkpoints")
     name = f"step_{state['step']}"
@@ -226,7 +226,7 @@ class Log:
     def metrics(self, values: dict) -> None:
         """Write the metrics of a step, except those that are None, and print the most important ones.
 
-        Later metrics of the same step, such as the metrics of its evaluation, are added to its line.
+        If the step already has a line, as when its evaluation ends, the metrics are added to that line.
         """
         line = {}
         for key, value in values.items():
@@ -260,8 +260,8 @@ class Log:
     def samples(self, step: int, split: str, groups: list[list], eos_ids, decode) -> None:
         """Write about `samples_per_step` samples of each data source to samples.jsonl.
 
-        Training writes whole groups, and an evaluation writes the first sample of each group. `decode` turns
-        token ids into text, as needed to locate paragraphs.
+        Training writes whole groups, whereas an evaluation writes only the first sample of each group.
+        `decode` turns token ids into text, which is needed to locate paragraphs.
         """
         written = Counter()
         with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:

@@ -2,9 +2,9 @@
 
     python score_file.py --data responses.jsonl --out scored.jsonl --reward-fn compute_score.py:compute_score
 
-The rows have the schema of prepare_data.py and a column `response`. Each result is immediately written to
-OUT.partial.jsonl. If a run was killed or stopped by --max-no-verdict-rate, --resume keeps the results with a
-score.
+The rows have the schema of prepare_data.py and a column `response`. Each result is written to
+OUT.partial.jsonl immediately. If the run is killed, or stopped by --max-no-verdict-rate, --resume keeps the
+results that have a score.
 
 Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py, run_folder.py and settings.py.
 Not covered: files larger than memory (a row takes about 5 KB), length penalties.
@@ -93,7 +93,7 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
 
 
 def score_the_rest(options, samples, done, partial: Path, header, on_result=lambda _: None):
-    """Score the samples that are not in `done`, add their results to `done` and `partial`; return seconds."""
+    """Score the samples missing from `done`, add results to `done` and `partial`, and return the seconds."""
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)

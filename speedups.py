@@ -15,8 +15,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
-# Prompts are shared if more than this fraction of all tokens is in repeated prompts. If answers are long, the
-# attention mask that sharing needs costs as much as sharing saves.
+# Prompts are shared if repeated prompts contain more than this fraction of all tokens. With long answers, the
+# attention mask that sharing requires costs as much as sharing saves.
 SHARE_FROM = 0.25
 
 # ---- in the update
@@ -59,7 +59,7 @@ def shared_states(model, body, sequences, counts, padded, mask_of):
 
 
 def worth_sharing(prompts, counts):
-    """Return whether enough tokens are repeated, and whether a response has at least two tokens."""
+    """Return whether enough tokens are repeated and at least one response has two or more tokens."""
     if max(counts) == 1:
         return False
     in_prompts = sum(map(len, prompts))

@@ -117,7 +117,7 @@ class Trajectory:
                 raise ValueError(f"generate: every stop text must be a non-empty string; got {word!r}")
             if any(token in word for token in self._rollouts.special):
                 raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
-                                 "omits; add the token to the model's eos_token_id")  # fmt: skip
+                                 "does not show; add the token to the model's eos_token_id")  # fmt: skip
         if self._is_full or self._has_ended:
             await asyncio.sleep(TICK_S)  # A loop that catches every error must not block the others.
         self._check_open()
@@ -415,7 +415,7 @@ class Rollouts:
         return ids
 
     def render(self, content: str, role: str) -> tuple[str, str, str]:
-        """Render a message after an assistant's. Returns the text before, in and after its content."""
+        """Render a message that follows an assistant's. Returns the text before, in and after its content."""
         framed = self.written_after_assistant(CONTENT, role)
         before, found, behind = framed.partition(CONTENT)
         if not found:
@@ -449,7 +449,7 @@ class Rollouts:
         """Call the rollout function for each sample of these groups, and fill in the samples.
 
         Args:
-            seed: Determines the samples from `model`, and the seeds of the groups.
+            seed: Determines what is sampled from `model`, and the seeds of the groups.
             model: The policy's model, which this thread samples from; None if `servers` is given.
             servers: The PolicyServers to sample from.
             on_finished: Called in this thread with each sample that has ended.

@@ -462,7 +462,7 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
         half_written.write_text("half")
         for resume in ("auto", "never"):
             config.resume = resume
-            message = "--out-dir .*: is in use by another run; wait for that run, or pass another"
+            message = "--out-dir .*: is in use by another run; wait until it ends, or pass another"
             with pytest.raises(ValueError, match=message):
                 run_folder.check_folder(config)
         assert half_written.exists()
