@@ -124,6 +124,8 @@ FORBIDDING = {  # With lambda = 2, flawed positives score like wrong answers.
     "fapo_oracle": "penalised (λ = 1)",
     "rule": "never penalised (λ = 0)",
 }
+SCHEDULED = {name: f"FAPO, λ: {SCHEDULES[name]}" for name in ("later", "linear", "majority")}
+SCHEDULED["later2"] = "FAPO, λ: 0 for 20 steps, then 2"
 UNASKED = {"later": 20, "later2": 20}  # number of initial steps without a judge, because lambda is 0
 OVERLOOKING = {  # FAPO with judges of different recall, from the second world's checkpoint 1
     "rule": "outcome reward only, no judge",
@@ -147,6 +149,7 @@ OWN_COLUMNS = {
     "all sums right": "toy/sums_right",
     '"How many?" accuracy': "toy_total",
 }
+MAIN_COLUMNS = {name: COLUMNS[name] for name in ("flawed positives", "fully correct")}
 REPEATED = ("flawed positives", "fully correct")  # columns that are also shown for the twin checkpoint
 COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
     "rule": "#D55E00",
@@ -317,19 +320,20 @@ def schedule_table(runs: list[dict]) -> str:
     for name, title in SCHEDULES.items():
         some = of(runs, name, OWN[0])
         asked = f"{statistics.median(map(calls, some)):.0f}"
-        rows.append([*row(title, some, COLUMNS), cell(list(map(half_mended, some)), 0), asked])
-    return table(["λ", *COLUMNS, HALVED, "judge calls per step"], *rows)
+        rows.append([*row(title, some, MAIN_COLUMNS), cell(list(map(half_mended, some)), 0), asked])
+    return table(["λ", *MAIN_COLUMNS, HALVED, "judge calls per step"], *rows)
 
 
 def forbidding_table(runs: list[dict], world: str) -> str:
     """Return a table that compares forbidding flawed positives from the first step, later or never."""
-    rows = [row("initial policy", of(runs, "rule", world), COLUMNS, when="before") + ["", ""]]
+    rows = [row("initial policy", of(runs, "rule", world), MAIN_COLUMNS, when="before") + ["", ""]]
     for name, title in FORBIDDING.items():
         some = of(runs, name, world)
         halfway = [smooth(run["curves"]["truly_correct"])[run["steps"] // 2 - 1] for run in some]
         turns = [turning_point(run) or math.inf for run in some]
-        rows.append([*row(title, some, COLUMNS), cell(halfway), cell(turns, 0)])
-    return table(["flawed positives are", *COLUMNS, "fully correct, halfway", "ρ = 1 at step"], *rows)
+        rows.append([*row(title, some, MAIN_COLUMNS), cell(halfway), cell(turns, 0)])
+    heads = [*MAIN_COLUMNS, "fully correct, halfway", "ρ = 1 at step"]
+    return table(["flawed positives are", *heads], *rows)
 
 
 def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
@@ -364,8 +368,7 @@ OWN_HEADS += [f"{name}, twin checkpoint" for name in REPEATED]
 
 def judges_table(runs: list[dict]) -> str:
     """Return a table of FAPO with judges of different recall; second_world.csv has more columns and rows."""
-    shown = ["512 held-out problems", "flawed positives", "flawed positives, twin checkpoint"]
-    shown += ["fully correct"]
+    shown = ["512 held-out problems", *MAIN_COLUMNS]
     places = [OWN_HEADS.index(name) for name in shown]
     short = {name: title for name, title in OVERLOOKING.items() if not name.endswith("_long")}
     rows = own_rows(runs, short, OWN[1])
@@ -392,8 +395,8 @@ def csv_table(heads: list[str], *rows: list[str]) -> str:
 def csv_files(runs: list[dict]) -> dict[str, str]:
     """Return {name in docs/evidence: CSV text} for the tables that are too large for a page."""
     made, rows = {}, []
-    for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS), (OWN[1], OWN_ALGORITHMS | OVERLOOKING),
-                         (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
+    for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS | SCHEDULED),
+                         (OWN[1], OWN_ALGORITHMS | OVERLOOKING), (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
         rows += [[world[-1], *cells] for cells in own_rows(runs, names, world)]
     made["second_world.csv"] = csv_table(["checkpoint", *OWN_HEADS], *rows)
     made["kinds_of_flaws.csv"] = flaw_table(runs)
@@ -402,6 +405,17 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
         rows.append([str(number), *row("initial policy", of(runs, "rule", world), COLUMNS, when="before")])
         rows += [[str(number), *row(NAMES[name], of(runs, name, world), COLUMNS)] for name in NAMES]
     made["first_world.csv"] = csv_table(["checkpoint", *heads], *rows)
+    penalties = {"0 (outcome reward only)": "rule", "2/3": "penalty0.667"}
+    penalties |= {"1": "fapo_oracle", "4/3": "penalty1.333"}
+    rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
+    made["penalties.csv"] = csv_table(heads, *rows)
+    rows = []
+    for title, worlds in (("three judges", STANDARD), ("narrow judge", ("narrow",))):
+        for when, trained in (("before", "warm-started"), ("after", "after GRPO")):
+            judges = of(runs, "trained_judge", *worlds)
+            for way, label in WAYS.items():
+                rows.append(row(f"{title}, {trained}, {label}", judges, OF_JUDGES, way, when))
+    made["judges.csv"] = csv_table(["512 held-out solutions", *OF_JUDGES], *rows)
     weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
     rows = [row("initial policy", weak["rule"], COLUMNS, when="before")]
     rows += [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
@@ -456,20 +470,9 @@ def tables(runs: list[dict]) -> dict[str, str]:
     made["policies"] = table(heads, *rows)
     made |= {"algorithms": algorithms_table(runs, "algo0")}
     made |= {"algorithms over warm starts": algorithms_table(runs, *COMPARED)}
-    rows = []
-    for title, worlds in (("three judges", STANDARD), ("narrow judge", ("narrow",))):
-        for when, trained in (("before", "warm-started"), ("after", "after GRPO")):
-            judges = of(runs, "trained_judge", *worlds)
-            for way, label in WAYS.items():
-                rows.append(row(f"{title}, {trained}, {label}", judges, OF_JUDGES, way, when))
-    made["judges"] = table(["512 held-out solutions", *OF_JUDGES], *rows)
     shown = {"flaws of every kind": STANDARD, "forgotten carries only": ("narrow",)}
     rows = [in_use(name, of(runs, "fapo_judge", *worlds)) for name, worlds in shown.items()]
     made["narrow judge"] = table(["last ten steps", *IN_USE], *rows)
-    penalties = {"0 (outcome reward only)": "rule", "2/3": "penalty0.667"}
-    penalties |= {"1": "fapo_oracle", "4/3": "penalty1.333"}
-    rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
-    made["penalties"] = table(heads, *rows)
     rows = []
     for name in ("rule", "fapo_oracle"):
         some = of(runs, name, "weak")
@@ -482,7 +485,6 @@ def tables(runs: list[dict]) -> dict[str, str]:
     made["stepping stones"] = table(heads, *rows)
     made["second world by start"] = flaws_by_start(runs)
     made["schedules of lambda"] = schedule_table(runs)
-    made["forbidden in the second world"] = forbidding_table(runs, OWN[0])
     made["forbidden from a weak start"] = forbidding_table(runs, "again_weak")
     return made | {"overlooking": judges_table(runs)}
 

@@ -5,9 +5,8 @@
     python docs/make_shop.py                              # regenerates tables and figure from the JSONL files
 
 Each line of shop.jsonl is one run, with the keys of runs.jsonl (docs/make_evidence.py) and the seconds of its
-steps. The tables are in docs/rollouts.md, docs/evidence.md, LEADERBOARD.md and the CSV files of
-docs/evidence. LEADERBOARD.md also has the second world's runs. A test checks that the tables match the JSONL
-files.
+steps. The tables are in docs/rollouts.md, LEADERBOARD.md and the CSV files of docs/evidence. LEADERBOARD.md
+also has the second world's runs. A test checks that the tables match the JSONL files.
 """
 
 import json
@@ -27,7 +26,7 @@ from toy.report import read_metrics, table
 FILE = evidence.FILE.with_name("shop.jsonl")
 FIGURE = FILE.with_suffix(".png")
 LEADERBOARD = evidence.DOCS.parent / "LEADERBOARD.md"
-PAGES = (evidence.DOCS / "rollouts.md", evidence.DOCS / "evidence.md", LEADERBOARD)
+PAGES = (evidence.DOCS / "rollouts.md", LEADERBOARD)
 STARTS = ("shop0", "shop1", "shop2")
 COST = 0.03  # cost of a look-up, unless the algorithm's name ends with another cost
 COSTS = (0, 0.01, 0.03, 0.1)
@@ -147,10 +146,6 @@ def tables(runs: list[dict], second_world: list[dict]) -> dict[str, str]:
     rows = [row("initial policy", before, when="before")]
     rows += [row(NAMES[name], some_of(runs, name)) for name in ("outcome", "fapo")]
     made = {"tools": table(heads, *rows)}
-    heads = ["fraction of the 512 problems", *KINDS, "runs"]
-    rows = [row("initial policy", before, KINDS, "before")]
-    rows += [row(NAMES[name], some_of(runs, name), KINDS) for name in NAMES if some_of(runs, name)]
-    made["tools flaws"] = table(heads, *rows)
     keys = ("shop/truly_correct", "shop/flawed_positive_rate")
     made["tool world"] = leaderboard(runs, STARTS, FLAGS, NAMES, keys)
     keys = ("toy/truly_correct", "toy/oracle_flawed_positive_rate")
@@ -174,6 +169,9 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
     rows = []
     for name in ("outcome", "fapo"):
         rows += [[f"{cost:g}", *row(NAMES[name], at_cost(runs, name, cost))] for cost in COSTS]
+    kinds = [row("initial policy", some_of(runs, "outcome"), KINDS, "before")]
+    kinds += [row(NAMES[name], some_of(runs, name), KINDS) for name in NAMES if some_of(runs, name)]
+    made["shop_flaws.csv"] = evidence.csv_table(["fraction of the 512 problems", *KINDS, "runs"], *kinds)
     made["shop_costs.csv"] = evidence.csv_table(["cost per call", *heads], *rows)
     return made
 
@@ -181,7 +179,7 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
 def leaderboard(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], keys) -> str:
     """Rank the algorithms that have runs from each checkpoint. Each cell is the median over the seeds."""
     heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate"]
-    heads += ["judge calls per step", "seconds", "runs", "FLAGS"]
+    heads += ["judge calls per step", "runs", "FLAGS"]
     ranked = []
     for name, arguments in flags.items():
         found = [some_of(runs, name, world) for world in worlds]
@@ -191,7 +189,7 @@ def leaderboard(runs: list[dict], worlds, flags: dict[str, str], titles: dict[st
         every = [run for some in found for run in some]
         cells = [titles[name].replace("`", "")]
         cells += [f"{value:.2f}" for value in (*correct, fmean(correct), fmean(rates))]
-        cells += [f"{median(map(judge_calls, every)):.0f}", seconds_of(every), str(len(every))]
+        cells += [f"{median(map(judge_calls, every)):.0f}", str(len(every))]
         cells.append(f"`{arguments}`" if arguments else "none")
         ranked.append((-fmean(correct), cells))
     return table(heads, *(cells for _, cells in sorted(ranked)))
@@ -199,13 +197,6 @@ def leaderboard(runs: list[dict], worlds, flags: dict[str, str], titles: dict[st
 
 def median_after(runs: list[dict], key: str) -> float:
     return median(run["after"][f"{key}/mean@1"] for run in runs)
-
-
-def seconds_of(runs: list[dict]) -> str:
-    """Return the duration of the fastest run, because other runs shared their core."""
-    if "seconds" not in runs[0]:
-        return "not recorded"
-    return f"{min(run['seconds'] for run in runs):.0f}"
 
 
 def judge_calls(run: dict) -> float:

@@ -376,9 +376,9 @@ def test_the_second_worlds_tables(tmp_path):
     for one, sound in zip(arms, (0.0, 0.1, 0.1, 0.1, 0.5)):
         one["curves"] = dict(acc=[0.6] * 40, truly_correct=[sound] * 40)
     made = module.forbidding_table(arms, "weak").splitlines()
-    assert made[2] == "| initial policy | 0.10 | 0.10 | 0.10 | 0.10 |  |  |"
-    assert made[3].endswith("(0.25-0.75) | 0.25 (0.00-0.50) | never (1-never) |")
-    assert made[4].endswith("| 0.25 | 0.10 | never |")
+    assert made[2] == "| initial policy | 0.10 | 0.10 |  |  |"
+    assert made[3].endswith("(0.25-0.75) | 0.50 (0.25-0.75) | 0.25 (0.00-0.50) | never (1-never) |")
+    assert made[4].endswith("| 0.25 | 0.25 | 0.10 | never |")
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Remainder mod 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
