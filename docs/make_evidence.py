@@ -150,6 +150,7 @@ OWN_COLUMNS = {
     '"How many?" accuracy': "toy_total",
 }
 MAIN_COLUMNS = {name: COLUMNS[name] for name in ("flawed positives", "fully correct")}
+HALF_CORRECT = "step at which half are fully correct"
 REPEATED = ("flawed positives", "fully correct")  # columns that are also shown for the twin checkpoint
 COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
     "rule": "#D55E00",
@@ -290,15 +291,21 @@ def half_mended(run: dict) -> float:
     return next((step for step, value in enumerate(values, 1) if value <= half), math.inf)
 
 
-def algorithms_table(runs: list[dict], *worlds: str) -> str:
-    """Return a table of the algorithms with finished runs in each of these worlds."""
+def algorithm_rows(runs: list[dict], columns: dict[str, str], *worlds: str) -> list[list[str]]:
+    """Return the rows of the algorithms with finished runs in each of these worlds."""
     rows = []
     for algorithm, title in ALGORITHMS.items():
         some = [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
         if {run["world"] for run in some} == set(worlds):
             reached = cell(list(map(half_correct, some)), 0)
-            rows.append([*row(title, some, COLUMNS), reached, str(len(some))])
-    return table(["method", *COLUMNS, "step at which half are fully correct", "runs"], *rows)
+            rows.append([*row(title, some, columns), reached, str(len(some))])
+    return rows
+
+
+def algorithms_table(runs: list[dict], *worlds: str) -> str:
+    """Return a table of the algorithms. algorithms.csv also has the accuracy on "How many?" questions."""
+    columns = {name: key for name, key in COLUMNS.items() if key != "toy_total"}
+    return table(["method", *columns, HALF_CORRECT, "runs"], *algorithm_rows(runs, columns, *worlds))
 
 
 def calls(run: dict) -> float:
@@ -416,6 +423,9 @@ def csv_files(runs: list[dict]) -> dict[str, str]:
             for way, label in WAYS.items():
                 rows.append(row(f"{title}, {trained}, {label}", judges, OF_JUDGES, way, when))
     made["judges.csv"] = csv_table(["512 held-out solutions", *OF_JUDGES], *rows)
+    rows = [["1", *cells] for cells in algorithm_rows(runs, COLUMNS, COMPARED[0])]
+    rows += [["3", *cells] for cells in algorithm_rows(runs, COLUMNS, *COMPARED)]
+    made["algorithms.csv"] = csv_table(["checkpoints", "method", *COLUMNS, HALF_CORRECT, "runs"], *rows)
     weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
     rows = [row("initial policy", weak["rule"], COLUMNS, when="before")]
     rows += [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
@@ -468,8 +478,7 @@ def tables(runs: list[dict]) -> dict[str, str]:
     for algorithm, title in FIRST_TABLE.items():
         rows.append(row(title, of(runs, algorithm), COLUMNS))
     made["policies"] = table(heads, *rows)
-    made |= {"algorithms": algorithms_table(runs, "algo0")}
-    made |= {"algorithms over warm starts": algorithms_table(runs, *COMPARED)}
+    made |= {"algorithms": algorithms_table(runs, COMPARED[0])}
     shown = {"flaws of every kind": STANDARD, "forgotten carries only": ("narrow",)}
     rows = [in_use(name, of(runs, "fapo_judge", *worlds)) for name, worlds in shown.items()]
     made["narrow judge"] = table(["last ten steps", *IN_USE], *rows)
