@@ -1,16 +1,16 @@
 """Compare the parts of a step that simulate.py predicts with a real run over four hosts with slow links.
 
-    python benchmarks/bench_cluster.py            # as root; ten minutes with little load on two cores
+    python benchmarks/bench_cluster.py            # needs root and two nearly idle cores; takes ten minutes
 
 The hosts are network namespaces (hosts.py), and `tc` limits the bytes per second into and out of each host.
 Trainer, Ray, two ranks (FSDP2, gloo), router and reward worker are real. The vLLM servers, three for the
-policy and two judges, are simulated by their slots, their speed, log-normal lengths and random tokens.
+policy and two judges, are simulated with slots, a speed, log-normal lengths and random tokens.
 
 The inputs of the simulation are measured first: a transfer between two hosts, collectives of a layer's size,
-an update in two separate processes without ranks, and pickling on one core. The run has few samples, so the
-script also times made-up samples on their way to the two ranks, and weights in four packs on their way from
-rank 0 to the three other hosts. The tables show medians: of simulated steps with the middle 80 %, because
-lengths are random, and of measured steps (without the first) with all values.
+an update in two separate processes without ranks, and pickling on one core. Because the run
+has few samples, the script also times sending made-up samples to the two ranks, and sending weights in four
+packs from rank 0 to the three other hosts. The tables show medians: for simulated steps with the middle 80 %,
+because lengths are random, and for measured steps (without the first) with all values.
 
 Not covered: GPUs, NCCL, servers that read their weights, and more than four hosts.
 """
@@ -51,8 +51,8 @@ from toy import warm_start
 RANKS, SERVERS, JUDGES = 2, 3, 2
 PROMPTS, GROUP, UPDATES = 14, 5, 2
 SAMPLES = PROMPTS * GROUP
-LAYERS = 2  # A few wide layers make communication dominate an update, not the two cores.
-PACKS = 4  # packs of weights that rank 0 sends to the other hosts
+LAYERS = 2  # With a few wide layers, communication takes more of an update than computing on two cores.
+PACKS = 4  # number of packs in which rank 0 sends the weights to the other hosts
 ROUNDS = 5  # repetitions of the measurements after the run
 SEEDS = 100  # number of simulated steps
 HANDED = "to the ranks: made-up samples"
@@ -132,16 +132,16 @@ connection.sendall(bytes(int(sys.argv[2])))
 @dataclass
 class Config:
     link: float = 6e6  # Bytes/s into and out of each host.
-    steps: int = 10  # Of the run; the first one is left out.
-    length: tuple[float, int] = (16, 48)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
-    critique: tuple[float, int] = (60, 192)  # The same of a critique.
-    judged: float = 0.5  # Share of the samples that a judge reads.
-    places: int = 8  # Sequences that a policy server works on at once.
-    judge_places: int = 4  # The same of a judge.
-    speed: float = 5  # Tokens/s of each of them, policy.
-    judge_speed: float = 15  # The same, judge.
-    hidden: int = 384  # Size of the hidden states of the policy, which has 5 M parameters.
-    samples: int = 1200  # Made-up samples to the ranks, of 1,161 tokens.
+    steps: int = 10  # Steps of the run. The tables exclude the first one.
+    length: tuple[float, int] = (16, 48)  # Tokens per response: mean (log-normal, sigma 0.7) and limit.
+    critique: tuple[float, int] = (60, 192)  # Tokens per critique: mean and limit.
+    judged: float = 0.5  # Fraction of the samples that a judge reads.
+    places: int = 8  # Concurrent sequences per policy server.
+    judge_places: int = 4  # Concurrent critiques per judge.
+    speed: float = 5  # Tokens/s of each sequence on a policy server.
+    judge_speed: float = 15  # Tokens/s of each critique on a judge.
+    hidden: int = 384  # Hidden size of the policy, which has 5 M parameters.
+    samples: int = 1200  # Number of made-up samples to send to the ranks, with 1,161 tokens each.
 
 
 def settings(config: Config, folder: Path) -> grpo_trainer.Config:
@@ -295,7 +295,7 @@ def exchange(config: Config, folder: Path, rank: int) -> None:
         for _ in range(2):
             dist.all_gather_single(whole, own)
         dist.reduce_scatter_single(own, whole)
-        # Two gathers send half of the layer each. gloo then sends the whole layer to add up the gradients.
+        # Two gathers send half of the layer each. gloo then sends the whole layer to sum the gradients.
         rates.append(2 * 4 * numel / (time.monotonic() - begun))
     dist.barrier()
     del store
@@ -353,7 +353,7 @@ def simulated(config: Config, link, fabric, train_speed, size: int) -> simulate.
         hand_over=tokens / cpu_of(3, lambda: pickle.dumps(batches, 5)),
         unpack=tokens / cpu_of(3, lambda: pickle.loads(packed)),
         weights=size,
-        gradients=2 * size,  # With gloo, every rank adds up all gradients.
+        gradients=2 * size,  # With gloo, every rank sums all gradients.
         updates=UPDATES,
         pack=size / cpu_of(3, lambda: list(weights.packs(tensors))),
         link=link,
@@ -375,7 +375,7 @@ def measured(folder: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     roles = {"alone": update_alone, "exchange": exchange, "train": train}
-    if sys.argv[1:2] and sys.argv[1] in roles:  # This process is one of those on the hosts.
+    if sys.argv[1:2] and sys.argv[1] in roles:  # This process runs on one of the hosts.
         folder = Path(sys.argv[2])
         config = Config(**json.loads((folder / "config.json").read_text()))
         return roles[sys.argv[1]](config, folder, int(sys.argv[3]))

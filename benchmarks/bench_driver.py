@@ -1,11 +1,12 @@
 """Measure the CPU time of each part of a large step in the trainer's main process.
 
-    python benchmarks/bench_driver.py                           # on one core, some minutes
+    python benchmarks/bench_driver.py                           # a few minutes on one core
 
-The samples have 1,161 tokens. The parts are: reading a policy server's answer with rollout_vllm (another
-process plays vLLM's answers) compared with json.loads of the whole answer; decoding its text; advantages,
-metrics and mini-batches of the step; and splitting the mini-batches for the ranks. All parts are measured
-with many samples and with eight times as many, because a part must not cost more per sample in a larger step.
+The samples have 1,161 tokens. The parts are: reading a policy server's response with rollout_vllm, compared
+with json.loads of the whole response (another process simulates vLLM); decoding its text; computing the
+step's advantages, metrics and mini-batches; and splitting the mini-batches for the ranks. Each part is
+measured with many samples and with eight times as many, because its cost per sample must not grow with the
+step.
 bench_reward_loop.py measures the reward loop, and bench_hand_over.py measures sending samples to the ranks.
 """
 
@@ -48,13 +49,13 @@ web.run_app(app, host="127.0.0.1", port=int(sys.argv[2]), print=None, access_log
 
 @dataclass
 class Config:
-    samples: int = 4096  # Of a step, and eight times as many.
-    answers: int = 1000  # That are read.
-    length: int = 1161  # Tokens of each.
+    samples: int = 4096  # Samples of a step. A second step has eight times as many.
+    answers: int = 1000  # Number of responses to read.
+    length: int = 1161  # Tokens per sample.
     group_size: int = 8
     ranks: int = 64
-    port: int = 38113  # Of the server that is played.
-    rounds: int = 3  # Of which the best is printed.
+    port: int = 38113  # Port of the simulated server.
+    rounds: int = 3  # Number of measurements. The best one is printed.
 
 
 def tokenizer_of():
@@ -66,7 +67,7 @@ def tokenizer_of():
 
 
 def vllm_answer(tokenizer, ids: list[int], rng) -> dict:
-    """Return an answer as vLLM writes it with `logprobs` 0 and `return_token_ids`."""
+    """Return a response as vLLM writes it with `logprobs` 0 and `return_token_ids`."""
     logprobs = [-rng.random() for _ in ids]
     texts = [tokenizer.decode([number]) for number in ids]
     choice = {

@@ -1,9 +1,9 @@
-"""Measure the data that the trainer sends in a step: each rank's samples, and the new weights as packs.
+"""Measure the cost of what the trainer sends in a step: samples to each rank, and new weights in packs.
 
     python benchmarks/bench_hand_over.py                        # CPU time, on one core
 
-Samples: the trainer pickles all samples, and each of 8 or 64 ranks reads its own. The benchmark compares this
-with sending all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model are copied into
+Samples: the trainer pickles all samples, and each of 8 or 64 ranks reads its share. The benchmark compares
+this with sending all objects to all ranks. Weights: bf16 tensors with the sizes of a 7B model are copied into
 packs (compared with safetensors' function), then into Ray's object store or a file in shared memory. The last
 row sends everything through an actor on this node. Not covered: the network, and the copy from a GPU.
 """
@@ -31,10 +31,10 @@ from rollout import WeightFolder
 
 @dataclass
 class Config:
-    samples: int = 2048  # Responses, log-normal lengths around 1,161 tokens.
-    ranks: tuple[int, ...] = (8, 64)  # Ranks that are played.
-    gigabytes: float = 2.0  # Of weights, in bf16.
-    rounds: int = 3  # Of which the best is printed.
+    samples: int = 2048  # Number of responses, with log-normal lengths (mean: 1,161 tokens).
+    ranks: tuple[int, ...] = (8, 64)  # Numbers of simulated ranks.
+    gigabytes: float = 2.0  # Size of the bf16 weights, in GB.
+    rounds: int = 3  # Number of measurements. The best one is printed.
 
 
 def cpu_of(rounds: int, function) -> float:
@@ -78,7 +78,7 @@ def measure_samples(config: Config) -> None:
         sent = cpu_of(config.rounds, packed)
         own = packed()[0]
         got = cpu_of(config.rounds, lambda: pickle.loads(own))
-        print(f"| {ranks} | **each its own, bare** | {sent / million:.3f} | {got / million:.4f} |")
+        print(f"| {ranks} | **each rank's share, compact** | {sent / million:.3f} | {got / million:.4f} |")
 
 
 def layers(gigabytes: float):

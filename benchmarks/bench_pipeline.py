@@ -1,18 +1,18 @@
-"""Measure whether a step waits for its judge or its rollouts, with set durations in the trainer's own loop.
+"""Measure whether a step waits for its judge or its rollouts: the trainer's loop with simulated durations.
 
-    # about two minutes, no model, no Ray, hardly any CPU
+    # about two minutes; needs no model, no Ray and hardly any CPU
     python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --rollout 8 --judge 3 --update 6 --hand-over 0.2
 
 grpo_trainer.train runs unchanged: it draws prompts, requests rollouts over HTTP, waits for verdicts and
 writes its log. Everything behind the trainer is simulated: a server whose responses take a set time, rewards
 that arrive a set time after their response, and an update and a weight sync that sleep. The longest rollout
-of each step takes --rollout seconds and the others 0.3 to 1.0 of that; each verdict arrives --judge seconds
+of each step takes --rollout seconds and the others 30 to 100 % of that; each verdict arrives --judge seconds
 after its response.
 
 The judge's share is the additional time of a step compared with a step without a judge, as in the FAPO paper
 (18 % for 7B, 14 % for 32B). The exit code is 1 if a step with --overlap takes on average more than 1.1 times
-the longer of (rollout + the judge's rest) and (update + weight sync); this check needs an idle machine.
+the longer of (rollout + judge) and (update + weight sync); this check needs an idle machine.
 tests/test_pipeline.py uses the same stand-ins.
 
 Not covered: the cost of overlapping work that shares cores or GPUs, and policies that get better or worse.
@@ -54,15 +54,15 @@ class Config:
     """Durations in seconds."""
 
     rollout: float = 0.8
-    """The longest rollout of a step."""
+    """Duration of a step's longest rollout."""
     judge: float = 0.3
-    """From a response to its verdict."""
+    """Time from a response to its verdict."""
     update: float = 0.6
-    """The update of the policy."""
+    """Duration of the policy update."""
     hand_over: float = 0.02
-    """New weights to the servers."""
+    """Duration of the weight sync."""
     steps: int = 20
-    """Steps of each run; the first, which nothing overlaps, counts."""
+    """Number of steps of each run, including the first, which overlaps with nothing."""
 
 
 # ---- the stand-ins
@@ -252,9 +252,9 @@ def seconds_per_step(
 
 
 def gain_by_mini_batch(config: Config) -> float:
-    """Return the seconds that a step without --overlap would save if updates waited for less.
+    """Return the seconds that a step without --overlap would save if updates waited for fewer verdicts.
 
-    Each mini-batch's update would begin when the mini-batch's own verdicts have arrived.
+    The update on a mini-batch would begin as soon as the verdicts of this mini-batch have arrived.
     """
     gains = []
     for step in range(config.steps):
@@ -272,11 +272,11 @@ def main() -> None:
     limit = 1.1 * max(config.rollout + config.judge, config.update + config.hand_over)
     print(machine())
     print(
-        f"rollout {config.rollout} s, judge {config.judge} s, update {config.update} s, hand-over "
+        f"rollout {config.rollout} s, judge {config.judge} s, update {config.update} s, weight sync "
         f"{config.hand_over} s\n"
     )
     print(
-        "| --overlap | step s, mean | median | of it waiting for verdicts | median without a judge | the "
+        "| --overlap | mean step s | median step s | wait for verdicts s | median step s without a judge | "
         "judge's share |"
     )
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -293,12 +293,11 @@ def main() -> None:
                 f"{1 - without / median:.1%}"
             )
             print(f"| {'yes' if overlap else 'no'} | {figures} |", flush=True)
-    print(f"\n1.1 x the longer of (rollout + judge) and (update + hand-over): {limit:.3f} s")
+    print(f"\n1.1 x the longer of (rollout + judge) and (update + weight sync): {limit:.3f} s")
     gain = gain_by_mini_batch(config)
     print(
-        f"without --overlap, were the update of each of the {MINI_BATCHES} mini-batches to begin with its "
-        f"own verdicts (it "
-        f"does not): {gain:.3f} s less ({gain / steps[False]:.1%})"
+        f"without --overlap, a step would save {gain:.3f} s ({gain / steps[False]:.1%}) if the update on "
+        f"each of the {MINI_BATCHES} mini-batches began as soon as its own verdicts arrive (it does not)"
     )
     sys.exit(steps[True] > limit)
 

@@ -1,4 +1,4 @@
-"""How fast the reward loop is, and how much of the judge's time it hides behind the rollouts.
+"""Measure how fast the reward loop is, and how much of the judge's time it hides behind rollouts.
 
     python benchmarks/bench_reward_loop.py                  both parts, about 6 minutes
     python benchmarks/bench_reward_loop.py --part speed     samples/s, CPU time and memory
@@ -8,12 +8,12 @@ Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function 
 queries a fake judge through router.py (one pooled HTTP session per worker). It does so with 1, 2 and 4
 workers in a local Ray.
   batch      score_batch of all samples, best of --repeats
-  streamed   one score_one per sample from one event loop, in 512 lanes: each the moment the one before it in
-             its lane has come back
-  CPU        milliseconds of CPU time per sample in the batch: driver, Ray, workers and grading processes
-             together, and in the third case also the router and the fake judge
-  memory     resident memory (RSS) of workers and grading processes (two each: one watches); shared pages
-             count more than once
+  streamed   one score_one per sample from one event loop, in 512 lanes: each lane sends a sample as soon as
+             the result of its previous one arrives
+  CPU        milliseconds of CPU time per sample in the batch: the sum over driver, Ray, workers and grading
+             processes, plus the router and the fake judge in the third case
+  memory     resident memory (RSS) of workers and grading processes (two processes each, because one watches
+             the other); shared pages count more than once
 
 Part "overlap" simulates the rollouts and the judge by waiting. Lengths are log-normal with the paper's means
 of 1.1k tokens for a rollout and 3.0k for a critique. Half of the answers are correct, and only these are
@@ -51,7 +51,7 @@ def sync_rule(data_source, solution_str, ground_truth, extra_info):
 
 
 async def waits_50_ms(data_source, solution_str, ground_truth, extra_info):
-    """Stand in for a remote judge that answers in 50 ms."""
+    """Stand in for a remote judge that responds after 50 ms."""
     await asyncio.sleep(0.05)
     return 1.0
 
@@ -81,7 +81,7 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
     return {"score": 1.0 if "-1" in text else 0.0, "acc": True}
 
 
-# ---- the fake judge, a process of its own
+# ---- the fake judge, in a separate process
 
 
 def judge_main(port: int, slots: int, seconds_per_1k: float) -> None:
@@ -119,14 +119,14 @@ def free_port() -> int:
 
 
 def wait_for_health(port: int) -> None:
-    """Wait until GET /health answers 200. Raises TimeoutError after 30 s."""
+    """Wait until GET /health returns 200. Raises TimeoutError after 30 s."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 return
         time.sleep(0.05)
-    raise TimeoutError(f"nothing healthy on port {port}")
+    raise TimeoutError(f"port {port}: no healthy server within 30 s")
 
 
 @contextlib.contextmanager
@@ -191,7 +191,7 @@ def our_processes():
     workers = [process for process in everything if "RewardLoopWorker" in " ".join(process.cmdline())]
     raylet = workers[0].environ()[
         "RAY_RAYLET_PID"
-    ]  # grading processes are not our descendants, but have our environment
+    ]  # Grading processes are not descendants of this process, but share its environment.
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, KeyError):
             if (
@@ -273,7 +273,7 @@ def speed(config) -> None:
 
 
 def lognormal(rng: random.Random, mean: float, sigma: float, longest: float) -> float:
-    """Return a log-normal number with this mean (before the cut at `longest`)."""
+    """Return a log-normal number with this mean, cut off at `longest`. The cut lowers the mean."""
     return min(mean * rng.lognormvariate(-sigma * sigma / 2, sigma), longest)
 
 
@@ -296,7 +296,7 @@ def overlap(config) -> None:
         sample["extra_info"]["critique_tokens"] for sample in samples if sample["extra_info"]["right"]
     )
     print(f"{config.rollouts} rollouts of {rollout_tokens / len(samples):,.0f} tokens on average ", end="")
-    print(f"in {config.rollout_slots} places, ", end="")
+    print(f"in {config.rollout_slots} slots, ", end="")
     print(f"{config.rollout_s_per_1k} s per 1,000 tokens; {critique_tokens:,.0f} tokens of critiques")
 
     async def roll_out(after) -> float:
@@ -316,7 +316,7 @@ def overlap(config) -> None:
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     alone = asyncio.run(roll_out(None))
     print(f"rollouts alone: {alone:.2f} s\n")
-    print("| judge: speed of a critique (x the policy's) | places | load | streamed s | x alone | ", end="")
+    print("| critique speed (x rollout speed) | judge slots | load | streamed s | x alone | ", end="")
     print("rollouts, then batch s | x alone |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for speedup, places in ((1, 512), (2, 256), (4, 128), (4, 32), (8, 64)):
@@ -341,24 +341,24 @@ def overlap(config) -> None:
 
 @dataclass
 class Config:
-    """Speed of the reward loop."""
+    """Measure the speed of the reward loop."""
 
     part: Literal["both", "speed", "overlap"] = "both"
     """What to measure."""
     functions: tuple[str, ...] = ("sync_rule", "waits_50_ms", "asks_judge")
-    """Reward functions of this file for part speed."""
+    """Reward functions in this file to measure in part "speed"."""
     samples: tuple[int, ...] = (1024, 4096)
-    """Sizes of the batch."""
+    """Numbers of samples per batch."""
     workers: tuple[int, ...] = (1, 2, 4)
-    """Numbers of workers."""
+    """Numbers of reward workers to try."""
     repeats: int = 3
-    """Batches per row; the best one counts."""
+    """Number of batches per table row. The best one counts."""
     rollouts: int = 1024
-    """Rollouts in the step of part overlap."""
+    """Number of rollouts per step in part "overlap"."""
     rollout_slots: int = 128
-    """Rollouts under way at once."""
+    """Maximum number of concurrent rollouts."""
     rollout_s_per_1k: float = 1.0
-    """Seconds a rollout takes per 1,000 tokens."""
+    """Seconds per 1,000 tokens of a rollout."""
 
 
 def main() -> None:

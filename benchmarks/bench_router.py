@@ -3,17 +3,17 @@
     python benchmarks/bench_router.py            # needs nginx for the upstreams: apt-get install nginx-light
     python benchmarks/bench_router.py --sglang-router /tmp/v/bin/python --vllm-router /tmp/v/bin/vllm-router
 
-Table 1 measures proxying. --connections connections send POSTs of --body-bytes, one after the other, through
-each router to two nginx servers that answer immediately. The routers take turns for --rounds rounds, and the
-table shows medians: requests/s, p50 and p99 latency, answers that were not 200, and the router's CPU time per
-request, which varies least. For comparison it has the same load without a router, a bare aiohttp proxy (the
-cost of the HTTP library without a router's duties), and the Rust routers of sglang and vllm if they are
+Table 1 measures proxying. Through each router, --connections connections send POSTs of --body-bytes, one
+after the other, to two nginx servers that respond immediately. The routers take turns for --rounds rounds,
+and the table shows medians: requests/s, p50 and p99 latency, responses other than 200, and the router's CPU
+time per request, which varies least. For comparison, the table includes the same load without a router, a
+bare aiohttp proxy (the cost of the HTTP library alone), and the Rust routers of sglang and vllm if they are
 found.
 
 Table 2 compares policies. --skew-requests requests go through round_robin and least_loaded to four fake
-servers, each of which works on eight requests at a time. Answer times range from constant to heavily skewed
-(log-normal), and in one case one server is slow. Both policies get the same answer times. The table shows the
-wall time until the last answer, the best of --rounds, because noise only adds time.
+servers, each of which works on eight requests at a time. Response times range from constant to heavily
+skewed (log-normal), and in one case one server is slow. Both policies get the same response times. The table
+shows the wall time until the last response. The best of --rounds counts, because noise only adds time.
 
 Not covered: TLS, streams, real models, and routers on several cores.
 """
@@ -45,23 +45,23 @@ sys.path.insert(0, str(ROOT))
 
 @dataclass
 class Config:
-    """Speed of router.py and of its policies."""
+    """Measure the speed of router.py and of its policies."""
 
-    connections: int = 64  # Connections of the load.
-    body_bytes: int = 4096  # Bytes per request.
-    seconds: float = 8.0  # Seconds per router and round.
-    rounds: int = 3  # Rounds; the table shows the median.
-    skew_requests: int = 2000  # Requests per policy and kind of answer times; 0 leaves out the second table.
-    sglang_router: str = ""  # Python that can import sglang_router. Empty: this one if it can, else left out.
-    vllm_router: str = ""  # The vllm-router program. Empty: that on PATH, else left out.
+    connections: int = 64  # Number of concurrent connections.
+    body_bytes: int = 4096  # Size of a request body in bytes.
+    seconds: float = 8.0  # Duration of each measurement in seconds.
+    rounds: int = 3  # Number of rounds. Table 1 shows medians, table 2 the best.
+    skew_requests: int = 2000  # Number of requests per policy and kind of response times; 0: no table 2.
+    sglang_router: str = ""  # Python that can import sglang_router. Empty: this Python, if it can.
+    vllm_router: str = ""  # Path of the vllm-router program. Empty: search PATH for it.
 
 
 # ---- load ----------------------------------------------------------------------------------------
 
 class Client(asyncio.Protocol):
-    """A connection that sends the same request again as soon as the answer is complete.
+    """A connection that sends the same request again as soon as the response is complete.
 
-    The client is minimal, because the load should need little CPU: answers must have a Content-Length.
+    The client is minimal, because the load should need little CPU: responses must have a Content-Length.
     """
 
     def __init__(self, data, latencies, bad):
@@ -129,7 +129,7 @@ async def load(port: int, config: Config, seconds: float) -> tuple[list[float], 
 # ---- what is measured ----------------------------------------------------------------------------
 
 async def bare_proxy(port: int, upstreams: list[str]) -> None:
-    """Run a minimal aiohttp proxy without retries, health checks, time limits and streams."""
+    """Run a minimal aiohttp proxy without retries, health checks, time limits or streaming."""
     turn = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         async def handle(request):
@@ -173,7 +173,7 @@ location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} 
 
 
 def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
-    """Return {router: command}, to which the port is appended."""
+    """Return {router: command}. The caller appends the port to the command."""
     commands = {"router.py": [sys.executable, str(ROOT / "router.py"), "--workers", *upstreams, "--port"],
                 "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams]}
     python = config.sglang_router or sys.executable
@@ -207,7 +207,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def wait_for(port: int, process: subprocess.Popen, limit: float = 60) -> None:
-    """Wait until POSTs are answered with 200."""
+    """Wait until POSTs return 200."""
     end = time.monotonic() + limit
     async with aiohttp.ClientSession() as session:
         while process.poll() is None and time.monotonic() < end:
@@ -219,12 +219,13 @@ async def wait_for(port: int, process: subprocess.Popen, limit: float = 60) -> N
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.2)
-    raise OSError(f"{' '.join(map(str, process.args))}: no answer on port {port}; run it by hand to see why")
+    command = " ".join(map(str, process.args))
+    raise OSError(f"{command}: no response on port {port}; run the command by hand to see why")
 
 
 async def compare_routers(config: Config) -> None:
     if not shutil.which("nginx"):
-        raise OSError("nginx not found: apt-get install nginx-light")
+        raise OSError("nginx was not found; run apt-get install nginx-light")
     with tempfile.TemporaryDirectory() as folder:
         ports = [free_port(), free_port()]
         servers = [start_nginx(Path(folder), port) for port in ports]
@@ -286,7 +287,7 @@ async def compare_routers(config: Config) -> None:
 # ---- policies ------------------------------------------------------------------------------------
 
 class FakeServer:
-    """A server with eight slots. A request takes the seconds that its path names, times `slowness`."""
+    """A server with eight slots. A request takes the seconds in its path, multiplied by `slowness`."""
 
     def __init__(self, slowness: float):
         self.slowness, self.slots = slowness, asyncio.Semaphore(8)
@@ -300,9 +301,9 @@ class FakeServer:
 
 
 async def time_policy(policy: str, slownesses: list[float], times: list[float]) -> float:
-    """Return the seconds until all requests are answered, with 64 requests at a time."""
+    """Return the seconds until all requests are answered, with 64 concurrent requests."""
     import router as ours
-    ours.say = lambda text: None  # prints no line per server and round
+    ours.say = lambda text: None  # Otherwise the router would print a line per server and round.
     runners, urls = [], []
     for slowness in slownesses:
         runner = web.ServerRunner(web.Server(FakeServer(slowness).handle, access_log=None))
@@ -338,14 +339,14 @@ async def compare_policies(config: Config) -> None:
              "log-normal, sigma 1": (1.0, [1, 1, 1, 1]), "log-normal, sigma 1.5": (1.5, [1, 1, 1, 1]),
              "constant, one server 3 times slower": (0.0, [1, 1, 1, 3]),
              "log-normal, sigma 1, one server 3 times slower": (1.0, [1, 1, 1, 3])}
-    print(f"\n{config.skew_requests} requests, 64 at a time, four servers with eight slots, mean answer time "
-          f"{1000 * mean:.0f} ms, {config.rounds} rounds\n")
-    print("| answer times | at best s | round_robin s | least_loaded s | round_robin / least_loaded |")
+    print(f"\n{config.skew_requests} requests, 64 at a time, four servers with eight slots, mean response "
+          f"time {1000 * mean:.0f} ms, {config.rounds} rounds\n")
+    print("| response times | lower bound s | round_robin s | least_loaded s | round_robin / least_loaded |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, (sigma, slownesses) in cases.items():
         times = [rng.lognormvariate(-sigma**2 / 2, sigma) * mean for _ in range(config.skew_requests)]
         slots = sum(8 / slowness for slowness in slownesses)
-        best = max(sum(times) / slots, max(times))  # bounds: all slots busy; the longest request
+        best = max(sum(times) / slots, max(times))  # all slots busy, or one long request
         spent = {"round_robin": math.inf, "least_loaded": math.inf}
         for _ in range(config.rounds):
             for policy in spent:

@@ -1,28 +1,27 @@
-"""Compare grpo_trainer.py with TRL's GRPOTrainer: their speed, and whether both compute the same loss. Also
-measure the memory of an update.
+"""Compare grpo_trainer.py with TRL's GRPOTrainer: speed, loss, and the memory of an update.
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
-    python benchmarks/bench_trainer.py --model FOLDER   # and a model of yours, such as SmolLM2-135M
-    python benchmarks/bench_trainer.py --long           # and the tiny one with 300 + 1,000 tokens a sample
-    python benchmarks/bench_trainer.py --memory         # instead: the peak of one update of 8,192 tokens
-    python benchmarks/bench_trainer.py --ranks 1 2 4    # instead: on so many ranks; --model for another model
+    python benchmarks/bench_trainer.py --model FOLDER   # also your own model, such as SmolLM2-135M
+    python benchmarks/bench_trainer.py --long           # also 300 + 1,000 tokens per sample, tiny model
+    python benchmarks/bench_trainer.py --memory         # only the peak memory of one update of 8,192 tokens
+    python benchmarks/bench_trainer.py --ranks 1 2 4    # only updates on 1, 2 and 4 ranks (or with --model)
 
 TRL is included if this Python can import it: pip install "trl==1.16.*" next to the project's packages.
 
 Speed: both sides generate, score and make one AdamW update with the same settings: float32 on CPU,
-temperature 1, token-mean loss clipped to 0.8..1.28, no KL term. TRL runs with its default of gradient
-checkpointing and without it. No token ends a completion, so all completions have full length. The sides take
+temperature 1, token-mean loss clipped to 0.8..1.28, no KL term. TRL runs both with gradient checkpointing
+(its default) and without it. No token ends a completion, so all completions have full length. The sides take
 turns in separate processes with the same number of threads. The table shows medians over all steps. The
-median of each round shows how far the machine drifts, and the best step drifts least. Generation includes
-decoding.
+median of each round shows how much the machine's speed drifts; the best step is affected least. Generation
+includes decoding.
 
-Same loss: the script records the samples, rewards, loss and gradient norm of TRL's first step, in which many
-tokens end a completion. Our compute_advantages and Policy.update get the same samples and weights. The exit
-code is 1 if a figure differs by more than 0.1 %.
+Same loss: the script records the samples, rewards, loss and gradient norm of TRL's first step, in which one
+token in sixteen ends completions. Our compute_advantages and Policy.update get the same samples and weights.
+The exit code is 1 if the loss or the norm differs by more than 0.1 %.
 
 Ranks: one process with all threads and ranks with one thread each (gloo, on this machine) update on the same
-samples in turn. The table shows the memory that each process holds between updates, its peak above this, and
-the time of the update and of the sync of all weights.
+samples in turn. The table shows the memory that each process needs between updates, the additional peak
+during an update, and the times of the update and of the weight sync.
 
 Memory: the memory that an update needs in addition to weights, gradients and Adam's moments, compared with an
 implementation that holds all logits at the same time.
@@ -72,31 +71,31 @@ TOLERANCE = 1e-3
 
 @dataclass
 class Config:
-    """Speed and memory of grpo_trainer.py."""
+    """Measure the speed and memory of grpo_trainer.py."""
 
     model: str = ""
-    """Folder of a second model to measure: 16 completions (2 prompts x 8) of 32 tokens."""
+    """Folder of a second model to measure, with 16 completions (2 prompts x 8) of 32 tokens per step."""
     tiny_steps: int = 10
-    """Timed steps per round of the tiny model: 64 completions (8 prompts x 8) of 64 tokens."""
+    """Timed steps per round for the tiny model, with 64 completions (8 prompts x 8) of 64 tokens per step."""
     model_steps: int = 2
-    """Timed steps per round of --model."""
+    """Timed steps per round for --model."""
     long: bool = False
-    """Measure the tiny model with long texts too: 2 prompts of 300 tokens x 8 completions of 1,000 tokens."""
+    """Also measure the tiny model on long texts: 2 prompts of 300 tokens x 8 completions of 1,000 tokens."""
     rounds: int = 2
-    """Processes per side."""
+    """Number of rounds, each in a new process per side."""
     num_threads: int = 0
-    """CPU threads of either side; 0: torch's own choice."""
+    """Number of CPU threads per side; 0: torch's default."""
     memory: bool = False
     """Measure memory instead of speed."""
     ranks: tuple[int, ...] = ()
-    """Measure a policy on so many ranks instead."""
+    """Numbers of ranks on which to measure updates instead."""
 
 
-# ---- one side in a process of its own
+# ---- one side in a separate process
 
 
 def score(text: str) -> float:
-    """Return the percentage of vowels, which is cheap and never the same for a whole group."""
+    """Return the percentage of vowels, which is cheap to compute and differs within every group."""
     return 100 * len(re.findall("[aeiou]", text)) / max(len(text), 1)
 
 
@@ -127,7 +126,7 @@ def our_policy(model: str, num_prompts: int, ranks: int = 1) -> Policy | PolicyG
 
 
 def hand_over(policy, folder) -> None:
-    """Write all weights to a directory, as a weight sync does before each step with servers."""
+    """Write all weights to a directory, as a weight sync for servers does."""
     if isinstance(policy, PolicyGroup):
         policy.send_weights({"here": folder}, torch.float32)
     else:
@@ -195,8 +194,8 @@ def run_trl(job: dict) -> dict:
 
     tokenizer, messages = load(job)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    # The loss at a ratio of 1 is about -mean(advantage x length), so 0 where all lengths are the same: in the
-    # first step every sixteenth token ends a completion.
+    # At a ratio of 1, the loss is about -mean(advantage x length), which is 0 if all lengths are equal. In
+    # the first step, every sixteenth token of the vocabulary therefore ends a completion.
     model.generation_config.eos_token_id = list(range(0, len(tokenizer), 16))
     first, steps, now = {}, [], {}
 
@@ -308,7 +307,7 @@ def run_memory(job: dict) -> dict:
 
     def update(tokens):
         response = torch.randint(shape.vocab_size, (tokens,)).tolist()
-        if not job["plain"]:  # one sample with an advantage, the rest of its group too short to matter
+        if not job["plain"]:  # One sample has an advantage; the others in its group are too short to matter.
             samples = [Sample({}, prompt, response, [0.0] * tokens, advantage=1.0)]
             policy.update([samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)]], lr=1e-6)
             return
@@ -320,7 +319,7 @@ def run_memory(job: dict) -> dict:
         compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
         optimizer.step()
 
-    update(64)  # Afterwards gradients and moments exist.
+    update(64)  # This update allocates gradients and moments.
     before = megabytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
     begun = time.perf_counter()
@@ -354,7 +353,7 @@ def in_child(job: dict):
             try:
                 while child.poll() is None:
                     if megabytes("MemAvailable", "/proc/meminfo") < 1000:
-                        raise RuntimeError(f"{job['kind']}: stopped, less than 1 GB of memory was left")
+                        raise RuntimeError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
                     time.sleep(0.1)
             finally:
                 child.kill()
@@ -419,7 +418,7 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
         print(f"| {name} | {value:.7f} | {first[name]:.7f} | {differences[-1]:.1e} |", flush=True)
     same = all(difference <= TOLERANCE for difference in differences)
     if not same:
-        print(f"error: {title}: a relative difference is above {TOLERANCE:g}", file=sys.stderr)
+        print(f"error: {title}: a relative difference exceeds {TOLERANCE:g}", file=sys.stderr)
     return same
 
 
@@ -460,16 +459,16 @@ def compare_speed(config: Config, threads: int) -> bool:
         }
         same = compare(Path(config.model).name, other, config, with_trl) and same
     if not with_trl:
-        print('\nTRL is not installed in this environment; to see it beside: pip install "trl==1.16.*"')
+        print('\nTRL is not installed in this environment; to compare with it, run pip install "trl==1.16.*"')
     return same
 
 
 def compare_memory(threads: int) -> None:
     print(
-        "One update of one sequence, above weights, gradients and moments; vocabulary 151,936, hidden size "
-        "256, float32\n"
+        "Peak memory of one update of one sequence, in addition to weights, gradients and moments; "
+        "vocabulary 151,936, hidden size 256, float32\n"
     )
-    print("| | response tokens | above, MB | before, MB | seconds |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| | response tokens | additional MB | MB before | seconds |\n| --- | ---: | ---: | ---: | ---: |")
     for name, plain in (("Policy.update", False), ("all logits at once", True)):
         tokens = 8192
         free = megabytes("MemAvailable", "/proc/meminfo") - 2000
@@ -534,8 +533,8 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
     title = f"{Path(model).name}: {len(prompts)} prompts x {GROUP}, 64 tokens each"
     print(f"\n{title}, medians of {steps} updates\n")
     print(
-        "| ranks | threads each | MB of parameters, gradients, moments, each | peak above, MB | update s | "
-        "x one process | hand-over s | MB |"
+        "| ranks | threads per rank | MB of parameters, gradients, moments per rank | additional peak MB | "
+        "update s | x one process | weight sync s | MB |"
     )
     print("| ---: " * 8 + "|")
     sent = alone.model_info()["numel"] * 4 / 2**20
@@ -551,10 +550,10 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
             policy = our_policy(model, len(prompts), count)
             target = ray.remote(num_cpus=0)(WeightFolder).remote(name, {})
             each = lambda f: ray.get([actor.__ray_call__.remote(f) for actor in policy.actors])  # noqa: E731
-        policy.update(groups, lr=1e-6)  # Afterwards gradients and moments exist.
+        policy.update(groups, lr=1e-6)  # This update allocates gradients and moments.
         before = max(each(forget_peak))
         seconds, handed, ratios = [], [], []
-        for _ in range(steps):  # in turn with one process, so that a machine that drifts does so for both
+        for _ in range(steps):  # The sides alternate, so that drift of the machine affects both.
             seconds.append(timed(lambda: policy.update(groups, lr=1e-6)))
             ratio = 1.0
             if count > 1:
@@ -579,7 +578,7 @@ def compare_ranks(model: str, prompts: list[str], steps: int, config: Config, th
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:  # this script again, as one of the things it measures
+    if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         transformers_logging.disable_progress_bar()
         work(sys.argv[2])
         return

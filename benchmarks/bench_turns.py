@@ -2,10 +2,11 @@
 
     python benchmarks/bench_turns.py --model PATH
 
-A turn of a trajectory sends all tokens so far, gets --written new ones, and adds --observed tokens of a tool.
-With affinity every request has its trajectory's X-Session-Id, so that all turns go to the same server, which
-still has the keys and values of the earlier ones. Without it the least loaded server gets each request. Both
-ways are measured alternately, --rounds times, with new prompts each time. Nothing else should run.
+Each turn of a trajectory sends all tokens so far, gets --written new ones, and adds --observed tokens of a
+tool. With affinity, every request has its trajectory's X-Session-Id, so all turns go to the same server,
+which still has the keys and values of earlier turns. Without affinity, each request goes to the least loaded
+server. Both variants are measured alternately, --rounds times, with new prompts each time. Nothing else
+should run.
 """
 
 import asyncio
@@ -34,17 +35,17 @@ class Config:
 
     model: str = str(ROOT / "toy/models/policy")  # Folder of the model.
     servers: int = 2  # Number of vLLM servers.
-    trajectories: int = 16  # Number of trajectories in a round, all at the same time.
-    turns: int = 8  # Turns per trajectory.
-    prompt: int = 256  # Tokens of the first prompt.
-    written: int = 16  # Tokens that the model writes per turn.
-    observed: int = 48  # Tokens of a tool's answer per turn.
-    tool_seconds: float = 0.0  # Mean time that a tool takes (exponentially distributed); 0: none.
-    rounds: int = 3  # Rounds of each way; the table shows the median.
+    trajectories: int = 16  # Number of concurrent trajectories per round.
+    turns: int = 8  # Number of turns per trajectory.
+    prompt: int = 256  # Number of tokens of the first prompt.
+    written: int = 16  # Number of tokens that the model writes per turn.
+    observed: int = 48  # Number of tokens that the tool adds per turn.
+    tool_seconds: float = 0.0  # Mean duration of a tool call in seconds (exponentially distributed).
+    rounds: int = 3  # Number of rounds per variant. The table shows the median.
 
 
 async def trajectory(session, config: Config, name: str, headers: dict) -> int:
-    """Play one trajectory. Return how many tokens the model wrote."""
+    """Run one trajectory. Return the number of tokens that the model wrote."""
     tokens = random.Random(name)
     ids = [tokens.randrange(5, 250) for _ in range(config.prompt)]
     written = 0
@@ -61,7 +62,7 @@ async def trajectory(session, config: Config, name: str, headers: dict) -> int:
 
 
 async def play(address: str, config: Config, round_: str, has_affinity: bool) -> float:
-    """Play all trajectories of a round. Return the tokens written per second."""
+    """Run all trajectories of a round. Return the number of tokens written per second."""
     calls = []
     limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout())
     async with aiohttp.ClientSession(f"http://{address}", **limits) as session:
@@ -75,7 +76,7 @@ async def play(address: str, config: Config, round_: str, has_affinity: bool) ->
 
 
 def prefix_cache(servers) -> tuple[float, float]:
-    """Return how many prompt tokens the servers got so far, and how many of them were in a prefix cache."""
+    """Return how many prompt tokens the servers have received, and how many were in a prefix cache."""
     found = {"queries": 0.0, "hits": 0.0}
     for slot in servers.slots:
         _, text = genrm_server.request("GET", slot.url + "/metrics", api_key=servers.config.server_key)

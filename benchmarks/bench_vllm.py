@@ -1,12 +1,12 @@
-"""Measure a vLLM server's start and speed on CPU, with the model in the engine's process or a separate one.
+"""Measure start-up and speed of a vLLM server on CPU, with the model in the engine's process or another.
 
-    python benchmarks/bench_vllm.py                                      the toy policy, one server and two
+    python benchmarks/bench_vllm.py                                   the toy policy, on one and two servers
     python benchmarks/bench_vllm.py --model PATH --servers 1 --requests 32 --max-tokens 32 --concurrency 16
 
-genrm_server.py sets VLLM_ENABLE_V1_MULTIPROCESSING=0, with which vLLM's engine runs the model itself; with 1,
-vLLM's default, the model has a process of its own. Both ways are started in turn, --rounds times; each is
-asked for --requests answers of --max-tokens tokens, --concurrency at a time, through the router, three times.
-CPU time is that of the whole machine, so nothing else should run.
+genrm_server.py sets VLLM_ENABLE_V1_MULTIPROCESSING=0, so that vLLM's engine runs the model itself. With 1,
+vLLM's default, the model runs in a separate process. Both variants are started alternately, --rounds times.
+Each variant then gets --requests requests for --max-tokens tokens through the router, --concurrency at a
+time, three times. CPU time is measured for the whole machine, so nothing else should run.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from genrm_server import ModelServers  # noqa: E402
 
 @dataclass
 class Config:
-    """What is served, and what it is asked."""
+    """The model, its servers and the requests."""
 
     model: str = str(ROOT / "toy/models/policy")
-    """Folder of the model."""
+    """Folder of the model to serve."""
     servers: tuple[int, ...] = (1, 2)
-    """Numbers of servers to try; the cores are shared evenly among them."""
+    """Numbers of servers to try. The servers get equal shares of the cores."""
     concurrency: int = 64
-    """Requests at once."""
+    """Maximum number of concurrent requests."""
     requests: int = 512
-    """Requests in all, each time."""
+    """Number of requests per measurement."""
     max_tokens: int = 64
-    """Tokens of an answer."""
+    """Number of tokens per response."""
     rounds: int = 2
-    """How often each way is started."""
+    """Number of times that each variant is started."""
 
 
 def cpu_seconds() -> float:

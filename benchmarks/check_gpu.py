@@ -1,5 +1,4 @@
-"""Check everything that can be tested only on an NVIDIA GPU, and print a table of the checks that passed,
-failed or were skipped.
+"""Check everything that can be tested only on an NVIDIA GPU, and print a table of results.
 
     make check-gpu                                    # or python benchmarks/check_gpu.py; needs no network
     python benchmarks/check_gpu.py --size small       # a model of 1 M parameters instead of 1,065 M
@@ -8,7 +7,7 @@ failed or were skipped.
 
 Each check is a function that yields rows. It runs in a separate process with a time limit, because a check
 that fails, hangs or dies must not stop the others. Logs are in outputs/check_gpu. The exit code is 1 if a
-check fails and 2 without a GPU.
+check fails, and 2 if there is no GPU.
 
 The models have random weights, whose logits are scaled to an entropy of about four nats: near a uniform
 distribution, every sampler would agree with every trainer.
@@ -71,18 +70,17 @@ PEAK = {
 
 @dataclass
 class Config:
-    """Checks everything that can be tested only on an NVIDIA GPU."""
+    """Check everything that can be tested only on an NVIDIA GPU."""
 
     size: Literal["small", "large"] = "large"
-    """large: 1,065 M parameters in the shape of a Qwen2; small: 1 M, for a quick test."""
+    """Size of the generated model. large: 1,065 M parameters, shaped like Qwen2; small: 1 M parameters."""
     model: str = ""
     """Folder of a real model to use instead of --size."""
     only: tuple[str, ...] = ()
-    """Names of the checks to run, in this order. The table's first column has the names. Default: all."""
+    """Names of the checks to run, in this order (see the table's first column). Default: all checks."""
 
 
-# ---- what the checks work with
-# -----------------------------------------------------------------------------------------
+# ---- models and samples for the checks
 
 
 def make_models(work: Path, device=GPU):
@@ -111,7 +109,7 @@ def make_models(work: Path, device=GPU):
             eos_token_id=1,
             bos_token_id=None,
         )
-        with torch.device(device):  # a CPU draws a billion numbers slowly
+        with torch.device(device):  # A CPU would draw a billion random numbers slowly.
             write_model(Qwen2ForCausalLM(shape), tokenizer, work / "model")
     yield "made", True, config["model"] or config["size"]
 
@@ -150,7 +148,7 @@ def groups_of(samples) -> list[list]:
 def roll_out(learner, samples, length: int):
     options = dict(
         temperature=1.0, eos_ids=(), seed=0, rollout_batch_size=512
-    )  # no token ends a response: all have full length
+    )  # No token ends a response, so all have full length.
     rollout_hf(learner.model, samples, max_response_length=length, **options)
     return samples
 
@@ -208,8 +206,7 @@ def measure(device, function):
     return result, time.perf_counter() - begun, 1e-9 * peak, 1e-9 * (peak - before)
 
 
-# ---- the checks: each yields (what, True or False, or None for skipped, figure)
-# ------------------------------------------
+# ---- the checks: each yields rows (tested property, True, False or None for skipped, measurement)
 
 
 def check_environment(work: Path):
@@ -229,7 +226,7 @@ def check_environment(work: Path):
         import vllm
 
         yield "vllm", True, vllm.__version__
-    except Exception as error:  # one that is there and does not load may raise anything
+    except Exception as error:  # An installed but broken vllm may raise any exception.
         yield (
             "vllm",
             None if getattr(error, "name", "") == "vllm" else False,
@@ -242,16 +239,16 @@ def check_precision(work: Path, device=GPU, length=256):
 
     All updates use the same samples and leave the weights unchanged.
     """
-    learner = load(work, device, tis_cap=2.0)  # with it the loss depends on the log-probabilities
+    learner = load(work, device, tis_cap=2.0)  # With this cap, the loss depends on the log-probabilities.
     samples, rng = samples_of(work, 4), random.Random(0)
-    for index, sample in enumerate(samples):  # prompts of different lengths
+    for index, sample in enumerate(samples):  # Make prompts of different lengths.
         sample.prompt_ids = sample.prompt_ids * (1 + index // 8)
     roll_out(learner, samples, length)
     for sample in samples:
         keep, sample.advantage = (
             rng.randint(length // 4, length),
             rng.gauss(1, 1),
-        )  # around 0 the loss would be about 0
+        )  # With a mean of 0, the loss would be about 0.
         sample.response_ids, sample.rollout_logprobs = (
             sample.response_ids[:keep],
             sample.rollout_logprobs[:keep],
@@ -261,9 +258,10 @@ def check_precision(work: Path, device=GPU, length=256):
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
         return metrics, above, [parameter.grad for parameter in learner.model.parameters()]
 
-    update()  # creates the optimizer's state
+    update()  # This update creates the optimizer's state.
     (plain, above, gradient), (logprobs, entropy) = update(), logprobs_of(learner, samples)
-    shares, learner.model.shares_prompts = learner.model.shares_prompts, False  # as a run with this has it
+    # Gradient checkpointing also turns off shared prompts in a run.
+    shares, learner.model.shares_prompts = learner.model.shares_prompts, False
     learner.config.gradient_checkpointing = True
     spare, spare_above, _ = update()
     learner.config.gradient_checkpointing = False
@@ -351,7 +349,7 @@ def check_update(work: Path, device=GPU, length=1024):
     learner.update(groups_of(samples), lr=0.0)  # warms up
     _, seconds, peak, _ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
     if not shape.tie_word_embeddings:
-        weights -= learner.model.get_input_embeddings().weight.numel()  # a lookup, not a multiplication
+        weights -= learner.model.get_input_embeddings().weight.numel()  # It is a lookup, not a product.
     tokens, fastest = sum(len(sample.prompt_ids) + length for sample in samples), peak_of(device)
     text = (
         f"{6 * weights * tokens / seconds / fastest:.1%} of {1e-12 * fastest:.0f} TFLOP/s "
@@ -359,7 +357,7 @@ def check_update(work: Path, device=GPU, length=1024):
     )
     yield "update: speed", True, f"{tokens / seconds:,.0f} tokens/s, {text}"
     text = f"{peak:.1f} GB at the peak, {estimate:.1f} GB estimated, micro-batches of {budget} tokens"
-    as_planned = 0.9 * estimate < peak < 1.1 * estimate or device.type == "cpu"  # the plan is a GPU's
+    as_planned = 0.9 * estimate < peak < 1.1 * estimate or device.type == "cpu"  # The plan is only for GPUs.
     yield "update: memory, 0.9 to 1.1 times plan_run's estimate", as_planned, text
 
 
@@ -485,7 +483,7 @@ def check_ranks(work: Path, device=GPU, length=256):
         device, lambda: [alone.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1]
     )
     alone = None
-    measure(device, lambda: None)  # gives its memory back: a rank may be on the same GPU
+    measure(device, lambda: None)  # This frees unused memory, which a rank may need on the same GPU.
     reward_loop.connect_ray()
     group = PolicyGroup(
         grpo_trainer.Config(
@@ -529,7 +527,7 @@ def check_sleep(work: Path):
         bodies = [body | {"prompt": [number] * 8} for number in range(5, 9)]
         found = [genrm_server.request("POST", url, one, key, timeout=120) for one in bodies]
         if any(status != 200 for status, _ in found):
-            raise RuntimeError(f"the judge answers {found}")
+            raise RuntimeError(f"the judge returned {found}")
         return [json.loads(text)["choices"][0]["token_ids"] for _, text in found]
 
     before = used()
@@ -561,11 +559,11 @@ def check_sleep(work: Path):
 
 RUN = """--model tiny --train-file train.parquet --total-steps 2 --train-batch-size 4 --mini-batch-size 4
     --group-size 4 --max-response-length 32 --overlong-buffer 0 --max-no-verdict-rate 0 --lr 1e-4 """
-# ready half a minute sooner
+# --enforce-eager makes a server ready half a minute sooner.
 EAGER = "--policy-gpu-share 0.4 --rollout-gpu-share 0.3 --rollout-vllm-args=--enforce-eager"
 JUDGE = "--genrm tiny --genrm-gpu-share 0.25 --genrm-vllm-args=--enforce-eager"
 SERVER = "--rollout-vllm-args=--enforce-eager"
-RUNS = {  # name -> (flags, GPUs, what its figures should be)
+RUNS = {  # name -> (flags, number of GPUs, expected result)
     "shares": (f"{EAGER} {JUDGE}", 1, "every sample judged"),
     "colocate": (f"{EAGER} {JUDGE} --reward-mode colocate", 1, "every sample judged by a judge that slept"),
     "lora": (f"{EAGER} --lora-rank 16", 1, "adapter checkpoints, merged at the end"),
@@ -578,13 +576,13 @@ RUNS = {  # name -> (flags, GPUs, what its figures should be)
 async def score_by_asking(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None, **_
 ) -> dict:
-    """Score samples of whole runs; if there is a judge, it has to answer."""
+    """Score the samples of whole runs. A sample gets no score if the judge does not respond."""
     status, answer = "skipped", ""
     if reward_router_address:
         status, answer, _ = await compute_score.chat(
             extra_info["question"], reward_router_address, max_tokens=8, timeout_s=100
         )
-    failed = status in ("http_error", "timeout")  # after eight tokens its status is most often "truncated"
+    failed = status in ("http_error", "timeout")  # After eight tokens, the status is usually "truncated".
     return {"score": None if failed else len(solution_str + answer) % 7 / 6, "genrm_status": status}
 
 
@@ -630,8 +628,7 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
 }
 
 
-# ---- the table
-# ---------------------------------------------------------------------------------------------------------
+# ---- the table of results
 
 
 def work_on(name: str) -> None:
@@ -641,7 +638,7 @@ def work_on(name: str) -> None:
         try:
             for row in CHECKS[name][0](WORK):
                 print(json.dumps(row), file=file, flush=True)
-        except Exception as error:  # whatever it is: the table says it, and the next check goes on
+        except Exception as error:  # The table shows the error, and the next check continues.
             traceback.print_exc()
             text = " ".join(f"{type(error).__name__}: {error}".split())
             print(
@@ -678,15 +675,15 @@ def in_child(name: str, seconds: float) -> list:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:  # this script again, as one of its checks
+    if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         return work_on(sys.argv[2])
     config, begun, results, has_vllm = tyro.cli(Config, description=__doc__), time.perf_counter(), [], True
     if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to check")
+        print("no NVIDIA GPU was found, so there is nothing to check")
         raise SystemExit(2)
     if unknown := set(config.only) - set(CHECKS):
         raise SystemExit(
-            f"error: --only {' '.join(sorted(unknown))}: no such check; pass some of {', '.join(CHECKS)}"
+            f"error: --only {' '.join(sorted(unknown))}: no such check; choose from {', '.join(CHECKS)}"
         )
     if config.model and not Path(config.model, "config.json").is_file():
         raise SystemExit(

@@ -49,14 +49,15 @@ RECIPES = ("fapo_1.5b_24gb", "fapo_7b_one_gpu", "genrm_4b", "fapo_7b", "fapo_32b
 
 @dataclasses.dataclass
 class Config:
-    """Which recipes' policies."""
+    """Which policies to simulate."""
 
     recipes: tuple[str, ...] = RECIPES  # Names of files in recipes/.
-    layers: int = 0  # So many instead of the models' own: quicker.
-    cases: str = ""  # Lists of the trainer's flags, as JSON: these instead, with their results as JSON.
+    layers: int = 0  # Number of layers of each model, to save time. 0: as in the real model.
+    # JSON list of lists of trainer flags to simulate instead of recipes. The results are printed as JSON.
+    cases: str = ""
 
 
-# ---- a GPU that is believed in
+# ---- a simulated GPU
 
 
 class Anything:
@@ -78,10 +79,10 @@ class Anything:
 
 
 def believe() -> None:
-    """Make torch answer like a build for GPUs."""
+    """Make torch behave like a build for GPUs."""
     torch._C._ensureCUDADeviceGuardSet()
     fake_tensor.init_gpu_context = lambda *args: None
-    masking_utils.is_tracing = lambda *args: False  # avoids masks that a GPU does not need
+    masking_utils.is_tracing = lambda *args: False  # avoids masks that are not needed on a GPU
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     answers = dict(device_count=1, current_device=0, is_initialized=True, is_bf16_supported=True)
     answers |= dict(get_device_capability=(9, 0), get_device_properties=Anything, stream=Anything())
@@ -185,7 +186,7 @@ class Memory(TorchDispatchMode):
         return function(*arguments, **options)
 
 
-# ---- an update on it
+# ---- an update on the simulated GPU
 
 
 def folder_of(model: str, fewer: int = 0) -> str:
@@ -227,7 +228,7 @@ def samples_of(config) -> list[list[policy.Sample]]:
 
 
 def kind_of_policy(config):
-    """Return a function that makes a Policy, or one rank with simulated answers of the other ranks."""
+    """Return a function that makes a Policy, or one rank with simulated responses of the other ranks."""
     device = torch.device("cuda:0")
     if config.policy_ranks == 1 and not config.policy_offload:
         return lambda: policy.Policy(config, config.model, device)
@@ -256,7 +257,7 @@ def run_case(flags: list[str]) -> dict:
     real_mask_of = causal_lm.mask_of
     real_states = speedups.shared_states
 
-    def shared_states(model, body, sequences, counts, *rest):  # called first in each pass
+    def shared_states(model, body, sequences, counts, *rest):  # Each pass calls this first.
         memory.true = sum(counts)
         return real_states(model, body, sequences, counts, *rest)
 
@@ -297,7 +298,7 @@ def run_case(flags: list[str]) -> dict:
     return {"held": held, "peak": peak, "kinds": sorted(kinds)}
 
 
-# ---- in a process of its own
+# ---- in a separate process
 
 
 def in_child(cases: list[list[str]]) -> list[dict]:
@@ -341,7 +342,7 @@ def main() -> None:
         return
     from tools import plan_run
 
-    print("| recipe | ranks | GB at the peak: fakes | plan_run | plan / fakes |")
+    print("| recipe | ranks | peak GB, simulated | plan_run | planned / simulated |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for recipe in asked.recipes:
         flags = flags_of(recipe, asked.layers)

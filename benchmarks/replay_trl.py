@@ -5,11 +5,11 @@
 
 TRL trains a Llama of 1 M parameters with the settings of time_to_score.py, and the script records samples,
 rewards and gradient norms. Then Policy.update trains the same initial weights on the same samples. The script
-divides the distance between both final weights by the distance from the initial weights. The exit code is 1
-if the result is above 0.1 %.
+divides the distance between the two final weights by the distance from the initial weights. The exit code is
+1 if the result exceeds 0.1 %.
 
-Not covered: sampling; and steps in which no group has a spread of rewards, after which TRL's optimizer takes
-a step with a zero gradient and ours takes none.
+Not covered: sampling; steps in which the rewards of every group are equal. In such a step, TRL's optimizer
+takes a step with a zero gradient, and ours takes none.
 """
 
 import json
@@ -36,15 +36,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass
 class Config:
-    """Weights after training on the same samples, compared with TRL."""
+    """Compare the weights after training on the same samples with TRL."""
 
     trl: Path  # Folder in which TRL and datasets are installed.
-    steps: int = 12  # Training steps.
+    steps: int = 12  # Number of training steps.
     lr: float = 1e-3  # Learning rate after the warm-up.
 
 
 def record_trl(job: dict, folder: Path):
-    """Let TRL train. Returns the samples, rewards and gradient norm of each step, and the final weights."""
+    """Train with TRL. Returns the samples, rewards and gradient norm of each step, and the final weights."""
     from trl import GRPOTrainer
 
     steps = []
@@ -71,7 +71,7 @@ def record_trl(job: dict, folder: Path):
 
 
 def distance(one: dict, other: dict) -> float:
-    """Return the Euclidean distance of two sets of weights."""
+    """Return the Euclidean distance between two sets of weights."""
     return sum((one[name] - other[name]).square().sum() for name in one).sqrt().item()
 
 

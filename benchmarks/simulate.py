@@ -6,8 +6,8 @@
 
 Each sample passes the stations of the Reward Loop: the policy's router, a slot on a policy server, and the
 trainer's loop. A judged sample also passes a reward worker, the judges' router and a slot on a judge. A
-station serves its queue in order. The trainer's loop, on one core, reads each answer, decodes its text and
-passes it to the reward loop.
+station serves its queue in order. The trainer's loop, on one core, reads each response, decodes its text
+and passes it to the reward loop.
 
 Then the trainer computes advantages and pickles the samples, each rank reads its share, and the ranks update
 and exchange weights and gradients for each micro-batch. Rank 0 packs the new weights. Each pack goes from
@@ -20,10 +20,11 @@ much of it, so `update` is an upper bound. bench_cluster.py compares the simulat
 hosts. Not covered: the cost of prompts, cached prefixes, failures, --overlap, and servers that read their
 weights.
 
---run needs a run with --rollout hf and critiques in samples.jsonl (keep_critique), as in the demo. Every
-second step gives the speeds, from which the other steps are predicted. All samples of a step are generated in
-parallel, token by token. The judge's server is simulated with one critique at a time, which ends at the same
-time as a batch would. The figures are medians, because other work on the machine is not part of the run.
+--run needs a run with --rollout hf and critiques in samples.jsonl (keep_critique), as in the demo. The speeds
+are taken from every second step and used to predict the other steps. All samples of a step are generated in
+parallel, token by token. The judge's server is simulated with one critique at a time, so that its last
+critique ends when a batch would end. The figures are medians, because other work on the machine is not part
+of the run.
 """
 
 import heapq
@@ -40,40 +41,40 @@ import tyro
 
 @dataclass
 class Config:
-    """The constants. Of GPUs they are assumed, of everything else measured (docs/cluster.md)."""
+    """Constants of the simulation: assumed for GPUs, measured for everything else (docs/cluster.md)."""
 
-    gpus: tuple[int, ...] = (8, 64, 1024, 4096)  # In the cluster.
-    shares: tuple[float, float, float] = (0.5, 0.25, 0.25)  # Of them: ranks, policy servers, judges.
-    samples: int = 512  # In a step, for each GPU: 512 prompts of 8 samples on eight of them.
-    length: tuple[float, int] = (1161, 8192)  # Tokens of a response: mean (log-normal, sigma 0.7) and limit.
-    critique: tuple[float, int] = (3000, 16384)  # The same of a critique.
-    judged: float = 0.5  # Share of the samples that the judge reads.
-    places: int = 128  # Sequences that a policy server works on at once.
-    judge_places: int = 128  # The same of a judge.
-    speed: float = 50  # Tokens/s of each of them, policy.
-    judge_speed: float = 70  # Tokens/s of each of them, judge.
-    train_speed: float = 8000  # Tokens/s of a rank in an update: 35 % of an H100 for 7B.
-    updates: int = 16  # Mini-batches of a step.
-    micro_batch: int = 16384  # Tokens of a micro-batch.
-    loop: float = 1450  # Samples/s that the trainer's loop reads, hands over and collects (bench_driver.py).
-    workers: int = 2  # Reward workers, 1,800 calls/s each.
-    router: float = 3100  # Answers/s of a router, of 92 kB; policy servers and judges have one each.
-    advantages: float = 70000  # Samples/s: metrics, advantages, entropy (bench_driver.py).
-    hand_over: float = 38e6  # Tokens/s that the trainer pickles for the ranks, in 14 bytes each.
-    unpack: float = 9e6  # Tokens/s that a rank reads, of its own (bench_hand_over.py).
+    gpus: tuple[int, ...] = (8, 64, 1024, 4096)  # Numbers of GPUs in the cluster, one table row each.
+    shares: tuple[float, float, float] = (0.5, 0.25, 0.25)  # GPU fractions: ranks, policy servers, judges.
+    samples: int = 512  # Samples per step and GPU. 512 means 512 prompts of 8 samples on eight GPUs.
+    length: tuple[float, int] = (1161, 8192)  # Tokens per response: mean (log-normal, sigma 0.7) and limit.
+    critique: tuple[float, int] = (3000, 16384)  # Tokens per critique: mean and limit.
+    judged: float = 0.5  # Fraction of the samples that the judge reads.
+    places: int = 128  # Concurrent sequences per policy server.
+    judge_places: int = 128  # Concurrent critiques per judge.
+    speed: float = 50  # Tokens/s of each sequence on a policy server.
+    judge_speed: float = 70  # Tokens/s of each critique on a judge.
+    train_speed: float = 8000  # Tokens/s of a rank in an update: a 7B model on an H100 at 35 % utilisation.
+    updates: int = 16  # Mini-batches per step.
+    micro_batch: int = 16384  # Tokens per micro-batch.
+    loop: float = 1450  # Samples/s that the trainer's loop reads, submits and collects (bench_driver.py).
+    workers: int = 2  # Reward workers, with 1,800 calls/s each.
+    router: float = 3100  # Responses/s (of 92 kB) per router. The policy and the judges each have a router.
+    advantages: float = 70000  # Samples/s for metrics, advantages and entropy (bench_driver.py).
+    hand_over: float = 38e6  # Tokens/s that the trainer pickles for the ranks, at 14 bytes per token.
+    unpack: float = 9e6  # Tokens/s at which a rank reads its share (bench_hand_over.py).
     weights: float = 15.2e9  # Bytes of the policy's weights, in bf16.
-    gradients: float = 30.4e9  # Bytes of their gradients, in float32.
-    pack: float = 1.85e9  # Bytes/s of them that rank 0 packs and puts into Ray's object store.
-    pack_size: float = 2**29  # Bytes of a pack.
-    link: float = 12.5e9  # Bytes/s out of a node, of Ray's objects: 100 Gbit/s.
-    fabric: float = 400e9  # The same of what ranks send each other: eight adapters of 400 Gbit/s.
-    per_node: int = 8  # GPUs of a node.
-    drawn: Path | None = None  # A run's samples.jsonl, to draw the responses' lengths from.
-    run: Path | None = None  # Folder of a run that was measured.
+    gradients: float = 30.4e9  # Bytes of the gradients, in float32.
+    pack: float = 1.85e9  # Bytes/s at which rank 0 packs weights and puts them into Ray's object store.
+    pack_size: float = 2**29  # Bytes per pack.
+    link: float = 12.5e9  # Bytes/s out of a node for Ray's objects: 100 Gbit/s.
+    fabric: float = 400e9  # Bytes/s out of a node between ranks: eight adapters of 400 Gbit/s.
+    per_node: int = 8  # GPUs per node.
+    drawn: Path | None = None  # samples.jsonl of a run: draw the response lengths from it.
+    run: Path | None = None  # Output directory of a run to compare with the simulation.
 
 
 def play(jobs: list[list[tuple[str, float]]], places: dict[str, int]) -> tuple[dict, dict]:
-    """Return the second at which each station was done, and its busy seconds divided by its slots.
+    """Return when each station finished, in seconds, and its busy seconds divided by its slots.
 
     Args:
         jobs: The stations of each job, [(station, seconds), ...].
@@ -134,10 +135,10 @@ def to_ranks(config: Config, ranks: int, tokens: float) -> float:
 
 
 def between_ranks(config: Config, ranks: int, tokens: float) -> float:
-    """Return the seconds in which an update exchanges weights and gradients, if computing hides none of them.
+    """Return the seconds that an update spends on exchanging weights and gradients, if none are hidden.
 
     Each pass over a micro-batch gathers the weights forward and backward, and adds up the gradients. Before
-    the first update, forward passes over the samples of all later updates compute log-probabilities.
+    the first update, the log-probabilities for all later updates are computed in forward passes.
     """
     passes = math.ceil(tokens / config.updates / config.micro_batch)  # passes of each update
     gathered = 2 * config.updates + config.updates - 1
@@ -146,7 +147,7 @@ def between_ranks(config: Config, ranks: int, tokens: float) -> float:
 
 
 def to_servers(config: Config, ranks: int, nodes: int, rng) -> float:
-    """Return the seconds until all nodes have the weights; each pack is made while the last one is sent."""
+    """Return the seconds until all nodes have the weights. A pack is made while the previous one is sent."""
     count = math.ceil(config.weights / config.pack_size)
     size = config.weights / count
     made = size / config.pack + size * (1 - 1 / ranks) / config.fabric
@@ -174,9 +175,9 @@ def links(nodes: int, rng) -> int:
 
 
 def table(config: Config) -> str:
-    """Return a table by number of GPUs: a step's parts in seconds, and the busiest part without GPUs."""
+    """Return a table by number of GPUs: the parts of a step in seconds, and its busiest part on a CPU."""
     parts = "rollout | reward wait | advantages | to the ranks | update | weights"
-    rows = [f"| GPUs | {parts} | step s | breaks first |"]
+    rows = [f"| GPUs | {parts} | step s | bottleneck outside the GPUs |"]
     rows.append("| ---: " * 8 + "| --- |")
     for gpus in config.gpus:
         parts, busy = step(config, gpus)
@@ -184,7 +185,7 @@ def table(config: Config) -> str:
         host = {name: busy[name] for name in busy if name not in ("policy servers", "judges", "update")}
         worst = max(host, key=host.get)
         shown = "".join(f"{value:,.1f} | " for value in [*parts.values(), seconds])
-        rows.append(f"| {gpus:,} | {shown}{worst}, at work {host[worst] / seconds:.1%} of a step |")
+        rows.append(f"| {gpus:,} | {shown}{worst}, busy {host[worst] / seconds:.1%} of a step |")
     return "\n".join(rows)
 
 

@@ -8,8 +8,8 @@
 
 Both sides get the same model, prompts in the same order, reward function, loss (token mean, clipped to
 0.8..1.28, no KL term), optimizer, learning rates and lengths, in float32 on the same number of threads. The
-samples differ, because the sides use their random numbers in different ways. Held-out rows are answered
-greedily; the score is the fraction that the reward function calls correct (acc).
+samples differ, because the sides use random numbers in different ways. Held-out rows are answered with greedy
+decoding; the score is the fraction that the reward function calls correct (acc).
 
 The clock of a side starts with its process, includes imports and Ray, and stops during evaluations. The sides
 take turns, because other work on the machine should slow both down alike: one side is stopped while the other
@@ -40,28 +40,28 @@ sys.path.insert(0, str(ROOT))
 
 @dataclass
 class Config:
-    """Seconds of training until a held-out score is reached, next to TRL."""
+    """Measure the training time until a held-out score is reached, in comparison with TRL."""
 
     model: Path  # Folder of the policy.
-    train_file: Path  # Training rows.
-    val_file: Path  # Held-out rows.
-    reward_fn: str  # As FILE:NAME: a plain function of one sample that returns `score` and `acc`.
-    threshold: float  # The held-out score whose time is wanted.
+    train_file: Path  # File of training rows.
+    val_file: Path  # File of held-out rows.
+    reward_fn: str  # Reward function FILE:NAME, not async, which scores one sample with `score` and `acc`.
+    threshold: float  # Held-out score to reach.
     trl: Path  # Folder in which TRL and datasets are installed.
-    out: Path | None = None  # JSONL file to which every curve is appended.
-    suffix: str = ""  # Follows the question in every prompt; "": the prompts stay as they are.
-    sides: tuple[str, ...] = ("ours", "trl", "trl_no_checkpointing")  # Which trainers run.
-    seeds: tuple[int, ...] = (0,)  # A run of each side for each seed.
-    steps: int = 40  # Training steps of each run.
-    val_every: int = 4  # Steps between evaluations.
-    num_val: int = 64  # Held-out rows, the first of the file.
-    prompts: int = 16  # Prompts per step.
-    group: int = 8  # Samples per prompt.
-    length: int = 112  # Tokens per response, at most.
+    out: Path | None = None  # JSONL file to which all curves are appended.
+    suffix: str = ""  # Text to add after the question in every prompt.
+    sides: tuple[str, ...] = ("ours", "trl", "trl_no_checkpointing")  # Trainers to compare.
+    seeds: tuple[int, ...] = (0,)  # Seeds. Each side runs once per seed.
+    steps: int = 40  # Number of training steps per run.
+    val_every: int = 4  # Number of steps between evaluations.
+    num_val: int = 64  # Number of held-out rows, from the start of the file.
+    prompts: int = 16  # Number of prompts per step.
+    group: int = 8  # Number of samples per prompt.
+    length: int = 112  # Maximum number of tokens per response.
     lr: float = 1e-4  # Learning rate, after a warm-up over the first five steps.
-    threads: int = 1  # CPU threads of each side.
-    turn: float = 10.0  # Seconds of a turn; 0: the sides run one after the other.
-    limit: float = 3600.0  # Seconds for all sides of a seed; then the runs stop as they are.
+    threads: int = 1  # Number of CPU threads per side.
+    turn: float = 10.0  # Duration of a turn in seconds. 0: the sides run one after the other.
+    limit: float = 3600.0  # Time limit for all sides of a seed in seconds. Unfinished runs are then stopped.
 
 
 def write_rows(path: Path, most: int | None, suffix: str, out: Path) -> None:
@@ -220,7 +220,7 @@ def run_trl(job: dict, events: Events, trainer_class=None):
         logging_strategy="no",
         disable_tqdm=True,
     )
-    # TRL's own warm-up begins at 0, and its weight decay leaves out norms; ours does neither.
+    # TRL's own warm-up begins at 0, and its weight decay excludes norms. Ours does neither.
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.1, fused=True)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: warmup_factor(done + 1))
     rows = rows_of(job["train_file"])
@@ -260,11 +260,11 @@ def load_function(reference: str):
     spec.loader.exec_module(module)
     function = getattr(module, name)
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"--reward-fn: {reference} is async; TRL's side calls a plain function")
+        raise ValueError(f"--reward-fn: {reference} is async; TRL's side needs a sync function; pass one")
     return function
 
 
-# ---- both: turns, and curves of the seconds that were a side's own
+# ---- both sides: turns, and curves over the running time of a side
 
 
 class Side:
@@ -279,7 +279,7 @@ class Side:
         path = Path(job["folder"], f"{self.name}.job")
         path.write_text(json.dumps(job | {"events": str(self.events)}))
         environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
-        # By default a thread that waits for another one spins, and would count that as CPU time.
+        # By default, a waiting thread spins, which would count as CPU time.
         environment["OMP_WAIT_POLICY"] = "passive"
         if self.name != "ours":
             environment["PYTHONPATH"] = str(config.trl.expanduser())
@@ -293,7 +293,7 @@ class Side:
             )
 
     def run_for(self, seconds: float) -> bool:
-        """Let the process run. Returns whether it still runs afterwards."""
+        """Let the process run for a while. Returns whether it is still running afterwards."""
         begun = time.monotonic()
         self.process.send_signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -304,7 +304,7 @@ class Side:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End the process if it still runs, and give Ray time to end its processes."""
+        """End the process if it is still running, and give Ray time to end its processes."""
         if self.process.poll() is None:
             self.was_stopped = True
             self.process.send_signal(signal.SIGTERM)
@@ -323,12 +323,12 @@ class Side:
 
 
 def own_seconds(turns: list[tuple[float, float]], moment: float) -> float:
-    """Return how many seconds a process with these turns had run at this moment."""
+    """Return for how many seconds a process with these turns had run by this moment."""
     return sum(max(0.0, min(end, moment) - begin) for begin, end in turns)
 
 
 def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
-    """Return scores and ends of steps, in seconds without evaluations and the turns of other sides."""
+    """Return scores and ends of steps, timed without evaluations and the turns of other sides."""
     paused = paused_cpu = 0.0
     points = []
     step_ends = []
@@ -425,7 +425,7 @@ def main() -> None:
             run_trl(job, events)
         return
     config = tyro.cli(Config)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would stay behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would be left behind.
     curves = []
     for seed in config.seeds:
         curves += compare(config, seed)

@@ -203,4 +203,5 @@ def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeyp
 def test_without_a_gpu_it_says_so_and_ends_with_2():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, check_gpu.__file__], capture_output=True, text=True, env=hidden)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "no NVIDIA GPU: nothing to check\n", "")
+    said = "no NVIDIA GPU was found, so there is nothing to check\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, said, "")

@@ -69,7 +69,7 @@ def test_a_pack_is_asked_of_any_node_that_has_it():
 def test_the_part_that_breaks_first_is_named(flag, first, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["simulate.py", "--gpus", "4", "--samples", "8", flag])
     simulate.main()
-    assert f"| {first}, at work" in capsys.readouterr().out
+    assert f"| {first}, busy" in capsys.readouterr().out
 
 
 def test_a_run_is_predicted_from_every_second_step(tmp_path):
