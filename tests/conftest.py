@@ -1,4 +1,4 @@
-"""The order of the tests, and a tiny model."""
+"""The order of the tests, and fixtures with a tiny model."""
 
 import os
 import random
@@ -6,18 +6,21 @@ import sys
 
 import pytest
 
-# tiny models are fastest on one thread, and leave the other cores alone
+# Tiny models are fastest on one thread, which also leaves the other cores free.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# a Ray of the tests' own, whatever cluster happens to run on this machine
+# The tests start their own Ray, even if a cluster is running on this machine.
 os.environ["RAY_ADDRESS"] = "local"
 
-from toy import warm_start  # after the environment is set
+from toy import warm_start  # This import must follow the settings of the environment.
 
 
 def pytest_collection_modifyitems(items):
-    """Quick tests first, so that a mistake shows at once. Where two files run at a time, those with slow
-    tests first: the quick ones fill what is left at the end."""
+    """Run quick tests first, so that mistakes show early.
+
+    If two files run in parallel, files with slow tests come first, so that quick ones fill the gaps at the
+    end.
+    """
     slow = {item for item in items if item.get_closest_marker("slow")}
     files = {item.path for item in slow}
     beside = "PYTEST_XDIST_WORKER" in os.environ
@@ -26,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_is_left():
-    """The next file's tests would find it in their way."""
+    """A Ray cluster that is left running would disturb the tests of the next file."""
     yield
     ray = sys.modules.get("ray")
     assert not (ray and ray.is_initialized()), "a test of this file left its Ray behind"

@@ -1,5 +1,6 @@
-"""Samples, a server that plays a script, the lines of a run, and a run in the toy world: for the tests of
-several files and of docs/changes."""
+"""Helpers that several test files and docs/changes share: samples, a scripted server, lines of a run, and a
+run in the toy world.
+"""
 
 import asyncio
 import contextlib
@@ -25,21 +26,21 @@ MODELS = Path(__file__).resolve().parent.parent / "toy/models"
 
 
 def sample_of(score, text="x", **info):
-    """A sample with this score (None: no verdict) whose tokens are its characters."""
+    """Return a sample with this score (None: no verdict) whose tokens are its characters."""
     result = {"reward_score": score, "reward_extra_info": {"score": score} | info, "status": "ok"}
     ids = [*map(ord, text)]
     return Sample({}, [1], ids, [-1.0] * len(ids), text, result)
 
 
 def advantages_of(*groups, **options):
-    """What the trainer would set: of each sample one advantage, or one for each token."""
+    """Return what the trainer would set: for each sample one advantage, or a list with one per token."""
     algorithm.set_advantages(groups, PolicyOptions(model="m", **options), lambda ids: "".join(map(chr, ids)))
     return [sample.token_advantages or sample.advantage for group in groups for sample in group]
 
 
 @contextlib.contextmanager
 def server(answer):
-    """HTTP on this machine: `answer(path, body)` is the JSON that a POST gets. Yields its host:port."""
+    """Serve HTTP on this machine and yield host:port. A POST gets `answer(path, body)` as JSON."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -68,11 +69,12 @@ def server(answer):
 
 
 def says(text):
-    """A judge's answer with this text."""
+    """Return a judge's response with this text."""
     return {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
 
 
-# Found before the real vLLM through PYTHONPATH: what is asked decides the verdict, and the score.
+# PYTHONPATH makes Python find this stand-in before the real vLLM. The request determines the verdict and the
+# score.
 VLLM = """
 import json, sys, zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -109,7 +111,7 @@ ThreadingHTTPServer((argument("--host"), int(argument("--port"))), Handler).serv
 
 
 def stand_in_for_vllm(folder, program=VLLM):
-    """vLLM's package in this folder, whose server is the program. Returns the PYTHONPATH that finds it."""
+    """Write a stand-in for vLLM's package whose server is `program`. Returns the PYTHONPATH that finds it."""
     package = folder / "vllm/entrypoints/openai"
     package.mkdir(parents=True)
     for path in (package, package.parent, package.parent.parent):
@@ -119,7 +121,7 @@ def stand_in_for_vllm(folder, program=VLLM):
 
 
 def rows(path, count, split="train", seed=0):
-    """Writes problems of the toy world. Returns the path."""
+    """Write problems of the toy world to a file, and return its path."""
     rng = random.Random(seed)
     problems = [toy_world.random_problem(rng, toy_world.REMAINDER) for _ in range(count)]
     lines = [json.dumps(toy_world.policy_row(p, "toy", split, i)) for i, p in enumerate(problems)]
@@ -128,7 +130,7 @@ def rows(path, count, split="train", seed=0):
 
 
 def toy_config(folder, **changes):
-    """A short run of the toy world's policy with the oracle as judge."""
+    """Return the settings of a short run in the toy world, with the oracle as judge."""
     settings = dict(
         model=str(MODELS / "policy"),
         train_file=rows(folder / "train.jsonl", 32),
@@ -150,7 +152,7 @@ def toy_config(folder, **changes):
 
 
 def lines_of(path, name="metrics.jsonl"):
-    """The lines of a JSONL file, or of the one with this name in a folder."""
+    """Return the lines of a JSONL file, or of the file with this name in a folder."""
     path = Path(path)
     if path.is_dir():
         path /= name
@@ -158,7 +160,10 @@ def lines_of(path, name="metrics.jsonl"):
 
 
 class RewardsHere:
-    """Scores in this process what the Reward Loop scores on its workers; no functions of groups."""
+    """Scores samples in this process, as the Reward Loop does on its workers.
+
+    Functions of groups are not supported.
+    """
 
     def __init__(self, options):
         self.job = options.check_rewards()
@@ -184,7 +189,7 @@ class RewardsHere:
 
 
 def without_ray(monkeypatch):
-    """From here on a run's rewards are computed in its own process: quicker, and otherwise the same."""
+    """Compute rewards in the run's own process from now on, which is faster and gives the same results."""
     monkeypatch.setattr(reward_loop, "connect_ray", lambda: False)
     monkeypatch.setattr(reward_loop, "start_rewards", lambda config, *more, **options: RewardsHere(config))
     monkeypatch.setattr(ray, "cluster_resources", dict)

@@ -1,4 +1,4 @@
-"""The mathematics: advantages and losses worked out by hand, and the invariances that training relies on."""
+"""The mathematics: advantages and losses computed by hand, and the invariances that training relies on."""
 
 import math
 import random
@@ -32,7 +32,7 @@ NAN = math.nan
 
 
 def groups_with(numbers=(), **tensors):
-    """What an advantage is made of (algorithm.Groups), as far as it asks for it."""
+    """Return a stand-in for algorithm.Groups with only the attributes that an advantage reads."""
     return SimpleNamespace(number=dict(numbers).get, **tensors)
 
 
@@ -45,7 +45,7 @@ def test_advantages_by_hand():
     std = math.sqrt(2 / 3)  # sample variance of 1, 0, -1, 0: (1 + 1) / 3
     assert torch.allclose(got[0], torch.tensor([1.0, 0.0, -1.0, 0.0]) / (std + 1e-6))
     assert got[1].tolist() == [0, 0, 0, 0]  # no spread
-    # NaN leaves the statistics
+    # NaN is excluded from the statistics.
     assert torch.allclose(got[2], torch.tensor([1.0, 0.0, -1.0, 0.0]) / (math.sqrt(2) + 1e-6))
     assert got[3].tolist() == [0, 0, 0, 0]  # fewer than two verdicts
     assert torch.equal(rewards.nan_to_num(7.0), kept.nan_to_num(7.0))  # nothing is mutated
@@ -56,8 +56,9 @@ def test_advantages_of_equal_rewards_are_zero_in_spite_of_rounding():
 
 
 def test_flawed_positives_get_a_negative_advantage_exactly_when_right_outnumbers_wrong():
-    """Paper appendix A: with lambda = 1 the flawed ones' advantage changes sign at rho = #correct / #wrong =
-    1."""
+    """With lambda = 1, the advantage of flawed answers changes sign where correct and wrong answers are
+    equally frequent (paper, appendix A).
+    """
 
     def flawed(right, wrong):
         return compute_advantages(torch.tensor([[1.0] * right + [0.0] * 2 + [-1.0] * wrong]))[0, right].item()
@@ -78,9 +79,9 @@ def loss_of(ratio, advantage, **kwargs):
     [
         (1.1, 2.0, -2.2),  # inside the range
         (1.5, 2.0, -2.56),  # clipped from above at 1.28
-        (0.5, 2.0, -1.0),  # a fall of a good token is not clipped
+        (0.5, 2.0, -1.0),  # a decrease of a good token is not clipped
         (0.5, -2.0, 1.6),  # clipped from below at 0.8
-        (1.5, -2.0, 3.0),  # a rise of a bad token is not clipped ...
+        (1.5, -2.0, 3.0),  # an increase of a bad token is not clipped ...
         (20.0, -2.0, 20.0),  # ... but bounded at 10 (dual clip)
         (20.0, 2.0, -2.56),
     ],
@@ -93,7 +94,7 @@ def test_clipped_tokens_are_counted_and_no_others():
     assert loss_of(1.5, 2.0)[1]["clipped_tokens"] == 1
     assert loss_of(1.5, -2.0)[1]["clipped_tokens"] == 0
     assert loss_of(1.1, 2.0)[1]["clipped_tokens"] == 0
-    assert loss_of(20.0, -2.0)[1]["clipped_tokens"] == 1  # by the dual clip: it has no gradient either
+    assert loss_of(20.0, -2.0)[1]["clipped_tokens"] == 1  # by the dual clip, so it has no gradient either
 
 
 def test_truncated_importance_sampling():
@@ -109,7 +110,7 @@ def test_truncated_importance_sampling():
 
 
 def losses_of(log_ratios, advantages, lengths, num_tokens=6, **options):
-    """Loss, gradient and sums for these log-ratios; what stands in the padding is NaN."""
+    """Return loss, gradient and sums for these log-ratios. The padding contains NaN."""
     mask = torch.arange(len(log_ratios[0])) < torch.tensor(lengths)[:, None]
     old = torch.full(mask.shape, -1.0)
     logprobs = torch.where(mask, torch.tensor(log_ratios) + old, NAN).requires_grad_()
@@ -120,26 +121,29 @@ def losses_of(log_ratios, advantages, lengths, num_tokens=6, **options):
 
 
 def test_gspo_by_hand():
-    """Two sequences of 3 tokens and 1: ratios exp(0.2), below the clip, and exp(0.9), above it."""
+    """Two sequences of 3 and 1 tokens have the ratios exp(0.2), below the clip, and exp(0.9), above it."""
     log_ratios, wide = [[0.1, 0.2, 0.3], [0.9, 0.0, 0.0]], dict(loss="gspo", clip_low=0.5, clip_high=0.5)
     loss, grad, sums = losses_of(log_ratios, [2.0, 1.0], [3, 1], **wide)
     assert loss == pytest.approx(-(2 * math.exp(0.2) + 1.5) / 2, rel=1e-5)  # each sequence weighs 1/2
     assert grad[0].tolist() == pytest.approx([-2 * math.exp(0.2) / 3 / 2] * 3, rel=1e-5)
     assert grad[1, 0] == 0 and sums["clipped_tokens"] == 1 and sums["loss_tokens"] == 4
     kl = sum(math.exp(x) - 1 - x for x in (0.1, 0.2, 0.3, 0.9))
-    assert sums["approx_kl_sum"] == pytest.approx(kl, rel=1e-5)  # of tokens, whatever the loss
-    # of four sequences in the mini-batch; an advantage per token is that of GSPO-token
+    assert sums["approx_kl_sum"] == pytest.approx(kl, rel=1e-5)  # a mean over tokens, for every loss
+    # The mini-batch has four sequences. With one advantage per token, this is GSPO-token.
     assert losses_of(log_ratios, [2.0, 1.0], [3, 1], num_sequences=4, **wide)[0] == pytest.approx(loss / 2)
     loss, grad, _ = losses_of(log_ratios, [[0.0, 2.0, -1.0], [0.0] * 3], [3, 1], **wide)
     assert loss == pytest.approx(-math.exp(0.2) / 3 / 2, rel=1e-5) and grad[0, 0] == 0 > grad[0, 1]
-    # its own range where none is given: exp(0.2) is far outside; no dual clip
+    # Without explicit limits, gspo uses its own range, far below exp(0.2). There is no dual clip.
     own = dict(loss="gspo", clip_low=None, clip_high=None)
     assert losses_of(log_ratios, [2.0, 1.0], [3, 1], **own)[0] == pytest.approx(-3 * 1.0004 / 2, rel=1e-5)
     assert losses_of([[5.0]], [-1.0], [1], **own)[0] == pytest.approx(math.exp(5), rel=1e-4)
 
 
 def test_cispo_by_hand():
-    """A ratio above the range is cut and learns all the same; no dual clip, no lower end by default."""
+    """A ratio above the range is clipped but keeps its gradient.
+
+    By default, there is no dual clip and no lower limit.
+    """
     log_ratios, advantages = [[0.0, 2.0, -1.0], [3.0, 0.0, 0.0]], [1.0, -2.0]
     loss, grad, sums = losses_of(log_ratios, advantages, [3, 1], loss="cispo", clip_low=None, clip_high=None)
     weights = [1.0, 5.0, math.exp(-1)], [5.0]
@@ -184,7 +188,7 @@ def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
         assert torch.allclose(parts[2], whole[2], atol=1e-7)
     assert all(torch.equal(a, b) for a, b in zip(arguments, copies))
     garbage = logprobs.clone()
-    garbage[~mask] = NAN  # what stands in the padding does not matter
+    garbage[~mask] = NAN  # the content of the padding does not matter
     losses = [
         compute_policy_loss(values, old, advantages, mask, num_tokens)[0] for values in (garbage, logprobs)
     ]
@@ -213,7 +217,7 @@ def test_a_loss_taken_alone_has_its_own_range_and_masks_may_be_numbers():
 
 
 def test_every_advantage_is_one_short_function_of_tensors():
-    """Two groups, all right and mixed, each with one sample without a verdict; nothing is mutated."""
+    """Use two groups, all correct and mixed, each with one sample without a verdict. Nothing is mutated."""
     numbers = {
         "score": torch.tensor([[1.0, 1.0, NAN], [1.0, -1.0, NAN]]),
         "acc": torch.tensor([[1.0, 1.0, NAN], [1.0, 0.0, NAN]]),
@@ -248,10 +252,13 @@ def test_the_command_line_offers_every_advantage_and_every_loss():
 
 
 def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):
-    """That of the page: reward - mean of the others. The flag, credit and dynamic sampling know it."""
+    """Add the example from the page: the reward minus the mean of the others.
+
+    The flag, --credit and dynamic sampling support it.
+    """
     page = (Path(__file__).parent.parent / "docs/algorithms.md").read_text()
     (block,) = re.findall(r"```python\n(def rloo.*?)```", page, re.S)
-    monkeypatch.setattr(algorithm, "rloo", None, raising=False)  # both are taken away again
+    monkeypatch.setattr(algorithm, "rloo", None, raising=False)  # monkeypatch removes both afterwards
     monkeypatch.setitem(ADVANTAGES, "rloo", None)
     exec(block, vars(algorithm))
     results = [{"reward_score": score, "reward_extra_info": {"score": score}} for score in (1.0, 0.0, -1.0)]
@@ -268,10 +275,10 @@ def test_scores_of_steps_add_up_from_the_end():
     paragraphs = torch.tensor([[[0, 1, 1, 2]] * 3])
     groups = groups_with(rewards_P_G=torch.tensor([[1.0, 1.0, 0.0]]), steps=(scores, paragraphs))
     got = ADVANTAGES["steps"](groups, None)
-    std = math.sqrt(1 / 3) + 1e-6  # of 1, 0, 0, 1: mean 0.5
+    std = math.sqrt(1 / 3) + 1e-6  # std of 1, 0, 0, 1 (mean 0.5)
     assert got[0, 0].tolist() == pytest.approx([-0.5 / std, -1 / std, -1 / std, -0.5 / std])
     assert got[0, 1].tolist() == pytest.approx([0.5 / std, 0, 0, 0])
-    assert got[0, 2].isnan().all()  # no scores of steps: no verdict, and no part of the mean
+    assert got[0, 2].isnan().all()  # without step scores: no verdict, and excluded from the mean
 
 
 def test_advantages_per_token_or_per_sequence():
@@ -288,7 +295,7 @@ def test_overlong_penalty_is_the_reward_loops():
 
 
 def test_log_ratios_are_cut_at_20():
-    """A ratio of exp(30) counts as exp(20), one of exp(19) as it is."""
+    """A ratio of exp(30) counts as exp(20), and a ratio of exp(19) is unchanged."""
     logprobs, mask = torch.tensor([[0.0, 0.0]]), torch.ones(1, 2)
     _, sums = compute_policy_loss(logprobs, torch.tensor([[-30.0, -19.0]]), torch.ones(1), mask, 2)
     assert sums["approx_kl_sum"] == pytest.approx(math.exp(20) - 21 + math.exp(19) - 20, rel=1e-5)
@@ -315,13 +322,14 @@ def test_the_sums_are_over_the_tokens_given_whatever_the_loss_is_divided_by():
     )
     for num_tokens in (3, 300):
         _, sums = compute_policy_loss(logprobs, old, torch.tensor([1.0]), mask, num_tokens)
-        assert sums["loss_tokens"] == 3 and sums["clipped_tokens"] == 3  # exp(0.5) is over 1.28
+        assert sums["loss_tokens"] == 3 and sums["clipped_tokens"] == 3  # exp(0.5) exceeds 1.28
         assert sums["approx_kl_sum"] == pytest.approx(3 * (math.exp(0.5) - 1 - 0.5), rel=1e-5)
 
 
 def test_process_aware_advantages_by_hand():
-    """Right and sound, right and flawed, wrong, right without a verdict; then a group that is all right; then
-    all wrong."""
+    """Groups: correct and sound, correct and flawed, wrong, correct without a verdict; all correct; all
+    wrong.
+    """
     acc = torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     flawed = torch.tensor([[0.0, 1.0, 0.0, NAN], [0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]])
 
@@ -330,14 +338,14 @@ def test_process_aware_advantages_by_hand():
         return ADVANTAGES["papo"](groups_with(numbers, penalties_P_G=torch.full((3, 4), penalty)), None)
 
     got = papo(0.0)
-    spread, half = math.sqrt(4 / 3) + 1e-6, math.sqrt(0.5) + 1e-6  # sample deviations of 1, 1, -1 and of 1, 0
+    spread, half = math.sqrt(4 / 3) + 1e-6, math.sqrt(0.5) + 1e-6  # sample stds of 1, 1, -1 and of 1, 0
     right, wrong = (2 / 3) / spread, (-4 / 3) / spread
     assert torch.allclose(got[0, :3], torch.tensor([right + 0.5 / half, right - 0.5 / half, wrong]))
-    assert got[0, 3].isnan()  # left out of both means
-    # the steps still tell them apart
+    assert got[0, 3].isnan()  # excluded from both means
+    # The steps still distinguish them.
     assert torch.allclose(got[1], torch.tensor([0.25, 0.25, 0.25, -0.75]) / (0.5 + 1e-6))
-    assert got[2].tolist() == [0, 0, 0, 0]  # however good its steps, a wrong answer gains nothing
-    assert torch.equal(papo(-1.5)[1], got[1])  # a right answer that came late is a right answer
+    assert got[2].tolist() == [0, 0, 0, 0]  # a wrong answer gains nothing from good steps
+    assert torch.equal(papo(-1.5)[1], got[1])  # a correct answer with a length penalty is still correct
 
 
 def test_without_the_deviation_by_hand():
@@ -347,7 +355,7 @@ def test_without_the_deviation_by_hand():
 
 
 def vppo(scores, prefixes, length=4):
-    """The advantages of one group's tokens, no part of a prefix unpaid."""
+    """Return the token advantages of one group; every token of a good prefix is rewarded."""
     scores_P_G = torch.tensor([scores])
     groups = groups_with(
         dict(score=scores_P_G),
@@ -361,14 +369,17 @@ def vppo(scores, prefixes, length=4):
 
 
 def test_prefix_advantages_by_hand():
-    """Right, wrong at half of it, wrong from the start, no verdict. Mean value: (1 + 0.25 + 0) / 3."""
+    """Samples: correct, wrong from the middle, wrong from the start, no verdict.
+
+    The mean value is (1 + 0.25 + 0) / 3.
+    """
     mean = 1.25 / 3
     right, half, wrong, unknown = vppo([1.0, -1.0, -1.0, NAN], [0, 2, 0, 3])
     assert right == pytest.approx([1 - mean] * 4) and wrong == pytest.approx([-mean] * 4)
     assert half == pytest.approx([0.5 - mean] * 2 + [-mean] * 2) and unknown == [0] * 4
-    # all wrong at the same place: no mean of rewards tells them apart, but prefix and rest do
+    # All are wrong at the same place. Rewards cannot distinguish them, but prefix and rest differ.
     assert vppo([-1.0, -1.0], [2, 2]) == [[0.25, 0.25, -0.25, -0.25]] * 2
-    # one verdict is no group, with a good prefix neither; all right, all wrong from the start
+    # A single verdict is not a group, even with a good prefix. Then: all correct; all wrong from the start.
     for scores, prefixes in (([-1.0, NAN], [2, 0]), ([1.0, 1.0], [0, 0]), ([-1.0, -1.0], [0, 0])):
         assert vppo(scores, prefixes) == [[0] * 4] * 2
 
@@ -378,11 +389,11 @@ def terms(numbers, *weighted):
 
 
 def test_term_advantages_by_hand():
-    """Two groups, two terms; the second term is unknown for one sample, and without spread in one group."""
+    """Two groups have two terms. The second term is unknown for one sample, and constant in one group."""
     acc = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     flawed = torch.tensor([[1.0, 0.0, NAN], [0.0, 0.0, 0.0]])
     got = terms(dict(acc=acc, flawed=flawed), "acc=1", "flawed=-0.5")
-    third, half = math.sqrt(1 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6  # sample deviations of 1, 1, 0 and of 1, 0
+    third, half = math.sqrt(1 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6  # sample stds of 1, 1, 0 and of 1, 0
     total = torch.tensor([
         [1 / 3 / third - 0.25 / half, 1 / 3 / third + 0.25 / half, -2 / 3 / third],
         [2 / 3 / third, -1 / 3 / third, -1 / 3 / third],
@@ -394,12 +405,12 @@ def test_term_advantages_by_hand():
     )
     assert terms(dict(acc=torch.ones(2, 3)), "acc=2").abs().max() == 0
     nothing_said = terms(dict(judge=torch.tensor([[1.0, 0.0, NAN]])), "judge=1")[0].tolist()
-    half = math.sqrt(1 / 2)  # of the two, whose deviation is 1 again in the end
+    half = math.sqrt(1 / 2)  # of the two, whose std is 1 again at the end
     assert nothing_said[:2] == pytest.approx([half, -half], rel=1e-4) and math.isnan(nothing_said[2])
 
 
 def byte_level(*merged):
-    """A tokenizer over bytes, as of GPT and Qwen, with these pieces of text as single tokens."""
+    """Return a byte-level tokenizer, as in GPT and Qwen, in which these pieces of text are single tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary, merges = {letter: number for number, letter in enumerate(letters)}, []
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -415,7 +426,9 @@ def byte_level(*merged):
 
 
 def byte_fallback():
-    """One of SentencePiece's kind, as of Llama 2: words with a leading space, other characters as bytes."""
+    """Return a tokenizer like SentencePiece's, as in Llama 2: words have a leading space, other characters
+    are bytes.
+    """
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"absetp"]
     merges = [("▁", "a"), ("▁", "s"), ("▁s", "t"), ("▁st", "e"), ("▁ste", "p")]
     pieces += [left + right for left, right in merges if left + right not in pieces]
@@ -437,11 +450,11 @@ def decoding(tokenizer):
         (["ab", "\n\n", "cd", "\n\n", "ef"], 0, 0),
         (["ab", "\n\n", "cd", "\n\n", "ef"], 1, 2),
         (["ab", "\n\n", "cd", "\n\n", "ef"], 2, 4),
-        (["ab", "\n\ncd", "\n\n", "ef"], 1, 1),  # across the boundary: of the later one
+        (["ab", "\n\ncd", "\n\n", "ef"], 1, 1),  # a token across the boundary belongs to the later one
         (["ab", "\n", "\n", " ", "cd"], 1, 4),
-        (["\n\n", "ab", "\n\n\n", "cd"], 0, 1),  # empty paragraphs are none
+        (["\n\n", "ab", "\n\n\n", "cd"], 0, 1),  # empty paragraphs do not count
         (["\n\n", "ab", "\n\n\n", "cd"], 1, 3),
-        (["ab", "\n\n", "cd"], 2, 3),  # missing: from the end token on, the fourth
+        (["ab", "\n\n", "cd"], 2, 3),  # a missing paragraph starts at the end token, the fourth
         (["ab"], 7, 1),
     ],
 )
@@ -456,7 +469,9 @@ def test_tokens_before_a_paragraph_by_hand(pieces, paragraph, count):
 
 
 def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
-    """The tokens before it decode to no more than what precedes it, and one token more to more than that."""
+    """The tokens before a paragraph decode to at most the text before it; with one more token, they decode to
+    more.
+    """
     rng = random.Random(0)
     kinds = {
         "bytes": (byte_level("\n\n", "\n\ns", "step"), "abstep \n\n\n\té€😀"),
@@ -472,7 +487,7 @@ def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
             text = decode(ids)
             paragraphs, end = split_paragraphs(text), 0
             for index, paragraph in enumerate(paragraphs):
-                # where it is: whole, between empty lines
+                # The paragraph is found as a whole, between empty lines.
                 start = min(i for i in range(end, len(text)) if text.startswith(paragraph, i)
                             and split_paragraphs(text[:i]) == paragraphs[:index])  # fmt: skip
                 count, end = count_tokens_before(index, text, ids, decode), start + len(paragraph)
@@ -486,7 +501,9 @@ def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
 
 @pytest.mark.parametrize("first", ["step 😀😀😀", "𠮷𠮷𠮷𠮷"])
 def test_half_a_character_is_not_taken_for_the_next_paragraph(first):
-    """Of bytes that are no whole character such tokenizers make a sign each: the text gets shorter again."""
+    """Byte-level tokenizers decode each byte of an incomplete character to a replacement character, so
+    decoded text can become shorter with more tokens.
+    """
     tokenizer = byte_fallback()
     before = tokenizer.encode(first + "\n\n", add_special_tokens=False)
     ids = tokenizer.encode(first + "\n\nstep", add_special_tokens=False)
@@ -496,7 +513,7 @@ def test_half_a_character_is_not_taken_for_the_next_paragraph(first):
 
 
 def test_scores_that_differ_by_rounding_alone_are_equal():
-    """0.1 + 0.2 is not 0.3 for a computer; a group of such scores has no learning signal."""
+    """In floating point, 0.1 + 0.2 is not 0.3. A group of such scores has no learning signal."""
     close = torch.tensor([[0.1 + 0.2, 0.3], [2.0**24 + 1, 2.0**24]], dtype=torch.float64)
     advantages = compute_advantages(close)
     assert advantages[0].tolist() == [0.0, 0.0]
@@ -504,7 +521,9 @@ def test_scores_that_differ_by_rounding_alone_are_equal():
 
 
 def first_token_beyond(start, text, ids, decode):
-    """The definition: the first token up to which the text is what comes before, and more."""
+    """Return the first token at which the decoded text contains everything before `start` and more (the
+    definition).
+    """
     for count in range(len(ids) - 1):
         decoded = decode(ids[: count + 1])
         if decoded.startswith(text[:start]) and decoded != text[:start]:
@@ -514,7 +533,7 @@ def first_token_beyond(start, text, ids, decode):
 
 @pytest.mark.slow
 def test_tokens_before_places_are_those_of_the_definition_for_any_tokens():
-    """Bytes of one character in several tokens, tokens across a boundary, many line breaks."""
+    """Cases: characters split over several tokens, tokens across a boundary, many line breaks."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = byte_level, decoders.ByteLevel()

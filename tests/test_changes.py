@@ -1,5 +1,8 @@
-"""docs/changes: each diff applies to a copy of today's files, and its own test passes there. And what
-docs/from_verl.md and docs/reward_functions.md say of functions written for others."""
+"""docs/changes: each diff applies to a copy of the current files, and its own test passes there.
+
+Also tests of what docs/from_verl.md and docs/reward_functions.md say about functions written for other
+frameworks.
+"""
 
 import asyncio
 import math
@@ -31,7 +34,7 @@ COPIED = ("*.py", "pytest.ini", "toy/*.py", "toy/models/*/*", "tools/*", "tools/
 
 @pytest.fixture
 def copy(tmp_path):
-    """The scripts and their tests in a folder that is no repository."""
+    """Return a copy of the scripts and tests in a folder that is not a repository."""
     for pattern in COPIED:
         for path in ROOT.glob(pattern):
             if path.is_file():
@@ -72,7 +75,7 @@ def test_the_page_names_the_pairs_of_changes_that_do_not_apply_together(copy):
 @pytest.mark.slow
 @each_change
 def test_a_change_does_what_it_says(diff, copy):
-    """By the test that it brings along."""
+    """Run the test that the diff contains."""
     (test,) = re.findall(r"^\+\+\+ b/(tests/.*)", diff.read_text(), re.M)
     apply(diff, copy)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
@@ -81,7 +84,7 @@ def test_a_change_does_what_it_says(diff, copy):
 
 
 def counted(diff):
-    """(files of ours that it touches, files of its own), each with lines added and removed. Code only."""
+    """Return (our files that it changes, its new files), each with the lines of code added and removed."""
     ours, own = {}, {}
     for part in re.split(r"^diff --git ", diff.read_text(), flags=re.M)[1:]:
         name = part.split()[1].removeprefix("b/")
@@ -93,7 +96,10 @@ def counted(diff):
 
 
 def test_the_table_says_what_each_change_touches():
-    """`name.diff` | its files | lines, as counted here; at most two files of ours and 40 lines there."""
+    """Compare each row (`name.diff` | files | lines) with the counts here.
+
+    A change touches at most two of our files and 40 lines in them.
+    """
     page = (FOLDER / "README.md").read_text()
     rows = re.findall(r"\]\((\w+)\.diff\) \|(.*?)\|(.*?)\|", page)
     assert [name for name, _, _ in rows] == list(dict.fromkeys(name for name, _, _ in rows))
@@ -124,14 +130,15 @@ def run_recipe(name, *arguments, folder, **env):
 
 
 def test_the_judge_and_a_classifier_together():
-    """FAPO's score by the judge, and half of the probability that the classifier calls it sound."""
+    """The score is FAPO's with the judge, plus half the classifier's probability that the solution is sound.
+    """
     sys.path.append(str(ROOT / "recipes"))
     import toy_disrm_reward
 
     def answer(path, body):
         if path == "/classify":
             assert body["input"] == "Ben has 20 eggs, gets 2, gets 3, gets 4. Remainder mod 5?|" + solution
-            return {"data": [{"probs": [math.log(3)]}]}  # three to one
+            return {"data": [{"probs": [math.log(3)]}]}  # odds of three to one
         return says("\\boxed{1}")
 
     class Tokenizer:
@@ -158,8 +165,11 @@ def test_the_judge_and_a_classifier_together():
 
 @pytest.mark.slow
 def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path):
-    """The toy recipe's three runs with a stand-in for vLLM, then vLLM serves the classifier to the other."""
-    val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # not the world's 1,024
+    """Run the toy recipe's three runs with a stand-in for vLLM.
+
+    Then vLLM serves the classifier to the other runs.
+    """
+    val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # instead of the world's 1,024
     played = stand_in_for_vllm(tmp_path / "stand_in")
     run_recipe("toy_disrm", *SMALL, *val, folder=copy, CLASSIFIER_STEPS="3", PYTHONPATH=played)
     folder = copy / "outputs/disrm/seed0"
@@ -170,7 +180,7 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path)
     for name in ("classifier", "flagged"):
         line = lines_of(folder / name)[-1]
         assert line["step"] == 1 and line["reward/no_verdict"] == 0 and "reward/truly_correct" in line
-    assert len(scores_of(folder / "classifier")) > 4  # logits, not +1 and -1
+    assert len(scores_of(folder / "classifier")) > 4  # logits, not just +1 and -1
     assert scores_of(folder / "flagged") <= {-1.0, 0.0, 1.0}
     both = lines_of(folder / "both")[-1]
     assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] == 0
@@ -181,15 +191,15 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path)
              "--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]  # fmt: skip
     run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder.parent / "classifier"), out, *short,
                folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
-    assert "reward/acc" in lines_of(out)[-1]  # the rule measures
+    assert "reward/acc" in lines_of(out)[-1]  # the outcome rule adds metrics
     assert len(scores_of(out)) > 4
 
 
-# ---- for those who come from elsewhere
+# ---- for users of other frameworks
 
 
 def test_functions_of_verls_batch_manager_see_groups(monkeypatch):
-    """The four lines of docs/from_verl.md, around a function with plural names."""
+    """Wrap a function with plural argument names as in the four lines of docs/from_verl.md."""
     (block,) = blocks(ROOT / "docs/from_verl.md", "python")
 
     def plural(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
@@ -214,7 +224,7 @@ def test_the_loop_takes_it_as_a_function_of_groups(tmp_path):
 
 
 def test_the_defaults_that_the_page_gives_are_those_of_today():
-    """Of rows with an arrow: the first number after it is the default of the first flag of the row."""
+    """In rows with an arrow, the first number after the arrow is the default of the row's first flag."""
     defaults = {"--" + one.name.replace("_", "-"): one.default for one in fields(grpo_trainer.Config)}
     found = 0
     for line in (ROOT / "docs/from_verl.md").read_text().splitlines():
@@ -229,7 +239,7 @@ def test_the_defaults_that_the_page_gives_are_those_of_today():
 
 
 def test_a_run_says_that_validation_rows_are_copies(tmp_path, capsys):
-    """As the AIME rows of the recipe's file are, of which one sample each was meant."""
+    """The AIME rows of the recipe's file are such copies: each is meant to get one sample."""
     path = Path(rows(tmp_path / "aime.jsonl", 2, "test"))
     path.write_text("\n".join([path.read_text()] * 3))
     for name, file, told in (("all", str(path), True), ("one", f"{path}:1", False)):

@@ -1,5 +1,6 @@
-"""The checks for a GPU, as far as a CPU can run them: that they run, and what the table says of one that
-fails or hangs."""
+"""The GPU checks, as far as a CPU can run them: that they run, and what the table shows if a check fails or
+hangs.
+"""
 
 import asyncio
 import json
@@ -39,15 +40,15 @@ def in_bf16(device):
 
 
 def test_the_update_in_bf16_beside_float32(work, monkeypatch):
-    monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)  # a CPU's bound is float32's
+    monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)  # on a CPU, the bound is that of float32
     monkeypatch.setattr(causal_lm, "precision", in_bf16)
     rows = list(check_gpu.check_precision(work, CPU, length=8))
     assert len(rows) == 5 and all(holds for _, holds, _ in rows), rows
-    assert " 0.0000 nats" not in rows[0][2] and "cosine 1.00000" != rows[3][2]  # the two are not the same
+    assert " 0.0000 nats" not in rows[0][2] and "cosine 1.00000" != rows[3][2]  # the two differ
 
 
 def test_an_update_in_another_precision_than_it_says_fails(work, monkeypatch):
-    """What a check is for: a model that computes something else in bf16 is seen."""
+    """A check must detect a model that computes something else in bf16."""
     right = causal_lm.logits_of
 
     def wrong(model, output, hidden):
@@ -68,7 +69,7 @@ def test_rollouts_in_process(work):
 
 
 def test_a_sampler_that_ignores_what_it_is_told_is_seen(work):
-    """One whose log-probabilities are those within the nucleus, and one that forgets the temperature."""
+    """Test a sampler with log-probabilities within the nucleus, and one that ignores the temperature."""
     learner = check_gpu.load(work, CPU)
 
     def rows(nucleus, change=lambda options: options):
@@ -78,7 +79,7 @@ def test_a_sampler_that_ignores_what_it_is_told_is_seen(work):
                 learner.model, samples, **options, max_response_length=6, eos_ids=(), seed=0,
                 rollout_batch_size=64,
             )  # fmt: skip
-            if nucleus:  # as vLLM's: here the share is top_p at least
+            if nucleus:  # as in vLLM; here the probability mass is at least top_p
                 for sample in samples:
                     lost = -math.log(options["top_p"])
                     sample.rollout_logprobs = [logprob + lost for logprob in sample.rollout_logprobs]
@@ -103,7 +104,7 @@ def test_room_for_keys_and_values_beside_the_plan(tokens, holds):
 
 @pytest.mark.parametrize("seconds, holds", [([8.0, 4.0], True), ([4.0, 8.0], False)])
 def test_the_speed_with_graphs_beside_that_without(work, monkeypatch, seconds, holds):
-    """With servers that are played: the order of the two, their flags, and the ratio."""
+    """Use simulated servers to test their order, their flags and the ratio."""
     started = []
 
     class Played:
@@ -174,7 +175,7 @@ def test_the_row_of_a_whole_run(tmp_path, monkeypatch):
     "status, score", [("ok", 3 / 6), ("truncated", 3 / 6), ("http_error", None), ("timeout", None)]
 )
 def test_a_judge_that_does_not_answer_gives_no_score(monkeypatch, status, score):
-    """So that a whole run with such a judge ends with an error."""
+    """A whole run with such a judge therefore ends with an error."""
 
     async def chat(prompt, address, *, max_tokens, timeout_s):
         return status, "no", 8

@@ -1,4 +1,4 @@
-"""recipes/toy_classifier.py: labels, losses, how it is measured; docs/make_classifier.py and its page."""
+"""recipes/toy_classifier.py: labels, losses and measurements; docs/make_classifier.py and its page."""
 
 import asyncio
 import json
@@ -43,7 +43,10 @@ def test_a_token_is_sound_as_long_as_all_up_to_it_is(classifier, tokenizer, para
 
 
 def test_the_losses_by_hand(classifier):
-    """Two conversations of other lengths; a model whose hidden state is its token, a head that says t - 2."""
+    """Two conversations have different lengths.
+
+    The model's hidden state is its token, and the head returns t - 2.
+    """
     batch = [(torch.tensor([1, 2, 3, 2]), 1, 3), (torch.tensor([1, 4]), 1, 2)]
     states = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
     model = types.SimpleNamespace(
@@ -55,15 +58,15 @@ def test_the_losses_by_hand(classifier):
         return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, 5) * torch.log(torch.tensor(3.0))
 
     label_loss, lm_loss = classifier.losses(model, lm_head, batch)
-    # Logits 0, 1, 0 with labels 1, 1, 0 and weights 1, 1, 3; then logit 2 with label 1 and weight 3.
+    # The logits 0, 1, 0 have labels 1, 1, 0 and weights 1, 1, 3; then the logit 2 has label 1 and weight 3.
     expected = [0.6931, 0.3133, 3 * 0.6931, 3 * 0.1269]
     assert label_loss.item() == pytest.approx(sum(expected) / 8, abs=1e-4)
-    # Written: 2 after 1, 3 after 2, 4 after 1; the last one is not what the head expects.
+    # The texts are 2 after 1, 3 after 2, and 4 after 1; the head does not expect the last one.
     assert lm_loss.item() == pytest.approx((0.8473 + 0.8473 + 1.9459) / 3, abs=1e-4)
 
 
 def test_what_it_reads_and_how_it_is_measured(classifier, tokenizer):
-    """A head of zeros calls nothing sound; the score is that of the last token, as vLLM reads it."""
+    """A head of zeros calls nothing sound. As in vLLM, the score comes from the last token."""
     rng = random.Random(0)
     for kind in ("sound", "flawed", "wrong"):
         for _ in range(20):
@@ -104,7 +107,10 @@ def test_a_few_updates_lower_both_losses(classifier, tokenizer):
     (1.5, "1", 1.0, 1), (-0.5, "1", 0.0, 1), (1.5, "2", -1.0, 0),
 ])  # fmt: skip
 def test_the_classifier_as_fapos_judge(logit, answer, score, asked):
-    """It is asked about right answers alone; a negative score of one is a flaw. The oracle looks on."""
+    """The classifier is queried on correct answers only, and a negative score means a flaw.
+
+    The oracle adds metrics.
+    """
     function = load("recipes/toy_disrm_reward").compute_score_flagged
     bodies = []
 
@@ -135,7 +141,7 @@ def test_the_tables_of_the_page_are_what_its_runs_say():
     text = module.PAGE.read_text()
     runs = module.read()
     assert module.evidence.fill(text, module.tables(runs)) == text, "run python docs/make_classifier.py"
-    for name in module.BESIDE:  # the same seeds, as far as they have been run, and none twice
+    for name in module.BESIDE:  # the same seeds, as far as they were run, without duplicates
         seeds = [run["seed"] for run in module.evidence.of(runs, name, module.START)]
         assert sorted(seeds) == list(range(len(seeds)))
 

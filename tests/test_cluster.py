@@ -81,7 +81,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info, rew
 
 @pytest.fixture
 def hosts(tmp_path):
-    """Starts a program on one of four hosts."""
+    """Yield a function that starts a program on one of four hosts."""
     with contextlib.ExitStack() as stack:
         try:
             on = stack.enter_context(played_hosts(tmp_path, SAMPLING_SERVER))
@@ -167,9 +167,9 @@ def test_ranks_judge_and_servers_on_different_machines_one_of_which_is_cut_off(
     assert run.returncode == 0, said()
     assert "a rank of the policy died" in said() and "(attempt 1 of --max-restarts 3)" in said()
     assert [line["step"] for line in lines()] == list(range(13)) and lines()[-1]["actor/restarts"] == 1
-    # the servers always had the ranks' weights
+    # The servers always had the ranks' weights.
     assert all(line["rollout/logprob_diff"] < 1e-4 for line in lines()[1:])
-    assert all(line["reward/judged"] == 1.0 for line in lines()[1:])  # by the judge on its own host
+    assert all(line["reward/judged"] == 1.0 for line in lines()[1:])  # by the judge, on its own host
     assert len({line["actor/grad_norm"] for line in lines()[1:] if "actor/grad_norm" in line}) > 8
 
 
@@ -200,8 +200,9 @@ TWO_NODES = ["--policy-ranks", "8", "--rollout-servers", "3", "--genrm-servers",
 
 @pytest.mark.slow
 def test_the_recipes_fit_on_the_machines_that_they_name(tmp_path, tokenizer):
-    """The plan of each, in a growing Ray cluster that claims to have the GPUs: where Ray places what, and
-    each GPU's memory."""
+    """Plan each recipe in a growing Ray cluster that claims to have the GPUs: test where Ray places what, and
+    the memory of each GPU.
+    """
     tokenizer.save_pretrained(tmp_path)
     row = {
         "data_source": "d",
@@ -264,8 +265,9 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
-    """`ray job submit` with recipes/runtime_env.yaml: the scripts travel, and the run joins the cluster that
-    the job is in."""
+    """Submit a run with `ray job submit` and recipes/runtime_env.yaml: the scripts are uploaded, and the run
+    joins the cluster of the job.
+    """
     policy, out, bin = (
         write_model(tmp_path / "policy", model, tokenizer),
         tmp_path / "run",
@@ -290,7 +292,7 @@ def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
         PATH=f"{bin}:{os.environ['PATH']}",
     )
     env.pop("RAY_ADDRESS")
-    session = tempfile.mkdtemp(prefix="ray_")  # a short path: sockets lie in it
+    session = tempfile.mkdtemp(prefix="ray_")  # a short path, because it contains sockets
     head = subprocess.Popen(
         [
             str(bin / "ray"),
@@ -354,7 +356,7 @@ def test_a_run_as_a_ray_job(tmp_path, model, tokenizer):
             assert starting and time.monotonic() < end, done.stdout[-2000:] + done.stderr[-2000:]
             time.sleep(1)
     finally:
-        # SIGTERM would be half a minute of draining
+        # SIGTERM would start half a minute of draining.
         for process in [
             *psutil.Process(head.pid).children(recursive=True),
             head,

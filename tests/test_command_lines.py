@@ -1,4 +1,4 @@
-"""What each mode would start, through vLLM's own argument parser and its checks of the configuration."""
+"""The commands that each mode would start, checked by vLLM's own argument parser and configuration."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ MODES = {
     "on CPU": replace(GPU, device="cpu", cpus="0"),
 }
 
-# 0.24 has the parser elsewhere than 0.32.
+# vLLM 0.24 and 0.32 have the parser in different places.
 PARSER = """
 import json, sys
 try:
@@ -41,7 +41,7 @@ for name, line in json.load(sys.stdin).items():
 
 
 def policy_server(monkeypatch):
-    """The command of a policy's server, as PolicyServers makes its configuration."""
+    """Return the command of a policy server, with the configuration that PolicyServers makes."""
     seen = []
 
     class Started(Exception):
@@ -77,7 +77,7 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     lines = {}
     for name, config in configs.items():
         server = VllmServer(config, 3, 0, 1)
-        lines[name] = server.command[3:]  # behind python -m MODULE
+        lines[name] = server.command[3:]  # after python -m MODULE
         server.reserved.close()
     ended = subprocess.run(
         [sys.executable, "-c", PARSER], input=json.dumps(lines), capture_output=True, text=True, cwd=ROOT

@@ -1,4 +1,4 @@
-"""How samples get their advantages from what a reward function says: odd numbers, rounding, rounds."""
+"""How results of a reward function become advantages: unusual numbers, rounding, rounds."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ from played import toy_config, without_ray
 from policy import Policy, Sample
 from tiny import config_of
 
-HALF = math.sqrt(0.5)  # the normalised rewards of two samples: their deviation is sqrt(2) times the distance
+HALF = math.sqrt(0.5)  # normalised rewards of two samples, whose std is their distance / sqrt(2)
 RIGHT = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0])
 WRONG = dict(score=-1.0, acc=False, flawed_positive=False, first_wrong=0, step_scores=[0.0])
 
@@ -55,7 +55,7 @@ def test_an_odd_number_costs_its_sample_the_verdict_and_no_other_sample(key, opt
     got = advantages(group, **options)
     assert got[1] is None and group[1].result["status"] == "no_verdict"
     assert group[1].result["reward_score"] is None
-    # The others are compared as if the sample had never been there.
+    # The other samples are compared as if this sample did not exist.
     assert got[0] > 0 > got[2] and [got[0], got[2]] == advantages(group_of(RIGHT, WRONG), **options)
 
 
@@ -78,7 +78,7 @@ def test_large_scores_that_differ_are_told_apart(high, low):
 
 
 def test_an_advantage_that_a_policy_cannot_compute_with_is_no_verdict():
-    """Dr. GRPO divides by no deviation, and 5e299 is infinite in float32."""
+    """Dr. GRPO does not divide by the std, and 5e299 is infinite in float32."""
     group = group_of(RIGHT | {"score": 1e300}, WRONG)
     assert advantages(group, advantage="dr_grpo") == [None, None]
 
@@ -88,7 +88,7 @@ TERMS = dict(advantage="terms", reward_terms=("acc=1", "score=-1"))
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_terms_that_cancel_teach_nothing(size):
-    """acc and score say the same in other units, so that only rounding and the 1e-6 differ."""
+    """acc and score contain the same information in different units, so only rounding and the 1e-6 differ."""
     group = group_of(RIGHT, *[WRONG] * (size - 1))
     assert set(advantages(group, **TERMS)) == {0}
     assert set_advantages([group], config_of(**TERMS), decode, drop_zero_advantages=True) == []
@@ -105,7 +105,9 @@ def test_terms_that_cancel_in_one_group_leave_the_others_as_they_are():
 
 @pytest.mark.parametrize("useless", [(), (0,), (0, 1, 2), (0, 1, 2, 4, 5)])
 def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(useless, monkeypatch, tmp_path):
-    """--dynamic-sampling with --advantage terms: the divisor is the deviation in all groups to learn from."""
+    """With --dynamic-sampling and --advantage terms, the divisor is the std over all groups that are trained
+    on.
+    """
     without_ray(monkeypatch)
     options = dict(advantage="terms", reward_terms=("acc=1",), dynamic_sampling=True, train_batch_size=4)
     rolled_out, trained = [], []
@@ -135,7 +137,7 @@ def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(usel
         grpo_trainer.train(toy_config(tmp_path, **options))
     assert len(trained) == 4 and len(rolled_out) == 4 + len(useless)
     got = [sample.advantage for group in trained for sample in group]
-    alone = math.sqrt(0.75)  # of 1, 1, 0, 0 with deviation sqrt(1/3); 16 of them have deviation sqrt(12/15)
+    alone = math.sqrt(0.75)  # of 1, 1, 0, 0 with std sqrt(1/3); 16 of them have std sqrt(12/15)
     expected = alone / math.sqrt(12 / 15)
     assert got == pytest.approx([expected, expected, -expected, -expected] * 4, rel=1e-5)
 
@@ -149,7 +151,7 @@ def test_a_samples_token_advantages_end_with_its_response():
 
 
 def test_vppo_rewards_no_prefix_of_a_right_answer():
-    """A right answer has value 1 on all tokens, whatever paragraph of it somebody calls wrong."""
+    """All tokens of a correct answer have the value 1, even if one of its paragraphs is called wrong."""
     group = [sample_of(RIGHT | {"first_wrong": 1}, "a\n\nb"), sample_of(WRONG, "a\n\nb")]
     set_advantages([group], config_of(advantage="vppo", prefix_cut=0.0), decode)
     assert group[0].token_advantages == [0.5] * 4 and group[1].token_advantages == [-0.5] * 4
@@ -157,7 +159,8 @@ def test_vppo_rewards_no_prefix_of_a_right_answer():
 
 @pytest.mark.parametrize("prompt_length, rewarded", [(1, 5), (3, 3), (5, 3), (7, 1)])
 def test_the_unrewarded_part_of_a_prefix_is_rounded(prompt_length, rewarded):
-    """Half of 1, 3, 5 and 7 prompt tokens is 0, 2, 2 and 4 of the prefix's 5 tokens (to even numbers)."""
+    """Half of 1, 3, 5 and 7 prompt tokens is 0, 2, 2 and 4 of the prefix's 5 tokens (rounded half to even).
+    """
     group = []
     for info in (RIGHT, WRONG | {"first_wrong": 1}):
         group.append(sample_of(info, "abc\n\nd", prompt_length))
@@ -175,5 +178,5 @@ def test_dynamic_sampling_drops_groups_that_differ_in_the_length_penalty_alone(a
     options = config_of(advantage=advantage)
     assert set_advantages([group], options, decode, drop_zero_advantages=True) == []
     assert [sample.advantage for sample in group] == [None, None]
-    assert set_advantages([group], options, decode) == [group]  # otherwise the length is learnt
+    assert set_advantages([group], options, decode) == [group]  # otherwise it would learn from lengths
     assert group[0].advantage > 0.2 and group[1].advantage < -0.2

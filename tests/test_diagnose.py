@@ -1,4 +1,4 @@
-"""Why a run does not learn: each cause is named by step 10, and runs that learn ring no alarm."""
+"""Why a run does not learn: each cause is found by step 10, and runs that learn have no findings."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from tools import diagnose
 
 HERE = Path(__file__).parent
 GOOD = json.loads((HERE / "data/good_runs.json").read_text())  # {name: {metric: values, or one for all}}
-BAD = json.loads((HERE / "data/bad_runs.json").read_text())  # {cause: {"metrics": as there, "samples": []}}
+BAD = json.loads((HERE / "data/bad_runs.json").read_text())  # {cause: {"metrics": as in GOOD, "samples": []}}
 
 
 def lines_of(columns):
@@ -43,22 +43,24 @@ def named(lines, samples=()):
     return {finding.name: finding for finding in diagnose.diagnose(lines, samples)}
 
 
-# ---- alarms
+# ---- findings
 
 
 @pytest.mark.parametrize("cause", BAD)
 def test_a_recorded_run_that_cannot_learn(cause):
-    """Ten steps of real runs of the toy world: a constant reward, 22 tokens, --lr 1e-9, four rows ..."""
+    """Ten steps of real runs in the toy world, for example with a constant reward, 22 tokens, --lr 1e-9 or
+    four rows.
+    """
     lines = lines_of(BAD[cause]["metrics"])
     found = named(lines, samples_of(BAD[cause]["samples"]))
     finding = found[cause]
-    assert next(iter(found)) == cause  # what follows from it comes later
+    assert next(iter(found)) == cause  # consequences come later
     assert finding.steps[0] <= 10 and finding.remedy in str(finding)
     for condition in next(rule[2] for rule in diagnose.RULES if rule[0] == cause):
         assert condition.split()[0] in finding.evidence
 
 
-# What is added to ten good steps, the last seven of them, or what only the sampled answers show.
+# These changes are added to the last seven of ten good steps, or describe what only the sampled answers show.
 MADE = {
     "rollout-failures": {"rollout/error_rate": 0.2},
     "no-tool-calls": {"rollout/called": 0.0},
@@ -84,7 +86,7 @@ AT_FIRST = {"tool-call-collapse": {"rollout/called": 1.0, "rollout/answered_turn
 
 
 def answers(step, pred):
-    """Two groups of eight samples."""
+    """Return the samples of two groups of eight."""
     about = {"split": "train", "reward_extra_info": {"pred": pred}, "response": f"so {pred}"}
     about |= {"ground_truth": "3", "reward_score": 1.0, "step": step}
     return [about | {"group": number, "prompt": f"{step}.{number}"} for number in range(2) for _ in range(8)]
@@ -113,13 +115,16 @@ def test_a_finding_ends_with_its_cause():
     for line in lines[20:30]:
         line["reward/no_verdict"] = 0.3
     found = named(lines)
-    assert found["no-verdict"].steps == list(range(23, 31))  # three in a row, first
+    assert found["no-verdict"].steps == list(range(23, 31))  # three steps in a row
     assert "reward/no_verdict 0.3" in found["no-verdict"].evidence
 
 
 def test_a_second_opinion_that_says_little_rings_nothing():
-    """Of 20 steps: 5 % of 100, a judge that misses 8 %; then one answer of two; then half of 60, where the
-    judge itself finds 40 %, and 10 %."""
+    """In each of 20 steps, audit 5 % of 100 answers, of which 8 % are flawed.
+
+    Then audit two answers, of which one is flawed. Then audit 60, of which half are flawed, while the first
+    judge calls 40 % or 10 % of the answers flawed.
+    """
     about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
     cases = ((20, 0.05, 0.08, 0, False), (1, 0.02, 0.5, 0, False), (20, 0.03, 0.5, 0.4, False),
              (20, 0.03, 0.5, 0.1, True))  # fmt: skip
@@ -133,15 +138,15 @@ def test_a_second_opinion_that_says_little_rings_nothing():
 
 
 def test_half_of_the_keys_of_an_audit_end_no_run():
-    """A function of one's own may return either; of a step in which nothing was audited there is no share."""
+    """A custom function may return only one of the keys. Without audits in a step, there is no fraction."""
     about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
     assert diagnose.audit([about | {"reward/audit_flawed": 0.9}])[0] == 0.5
     assert diagnose.audit([about | {"reward/audited": 0.0}])[0] == 0.5
-    assert diagnose.audit([about | {"reward/audited": 0.08}])[0] == 0.1  # none of eight; Laplace
+    assert diagnose.audit([about | {"reward/audited": 0.08}])[0] == 0.1  # none of eight, with Laplace's rule
 
 
 def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
-    """With judge_wrong all 128 samples of a step are asked about, however few of them are right."""
+    """With judge_wrong, all 128 samples of a step are judged, even if few of them are correct."""
     for acc, rings in ((0.03, False), (0.2, True)):
         about = {"reward/mean": -0.9, "reward/acc": acc, "genrm/asked": 128}
         for rate, name in ((1.0, "judge-rejects-all"), (0.0, "judge-accepts-all")):
@@ -150,7 +155,7 @@ def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
 
 
 def test_chance_is_no_fall():
-    """Of a few right answers in a hundred three steps may have none."""
+    """If one answer in a hundred is correct, three steps may have none."""
     lines = [{"step": step, "reward/mean": -0.9, "reward/acc": 0.02 * (step < 4)} for step in range(1, 9)]
     assert "accuracy-collapse" not in named(lines)
     assert "accuracy-collapse" in named([line | {"reward/acc": 10 * line["reward/acc"]} for line in lines])
@@ -170,11 +175,13 @@ def test_flags_in_remedies_exist():
     assert flags and {flag.replace("-", "_") for flag in flags} <= fields
 
 
-# ---- no alarms
+# ---- no findings
 
 
 def test_a_model_that_learns_the_form_first_rings_nothing():
-    """As GSM8K with a small model does (recipes/README.md): boxes, shorter responses, none right."""
+    """GSM8K with a small model behaves like this (recipes/README.md): first boxes, shorter responses, no
+    correct answer.
+    """
     lines = []
     samples = []
     for step in range(1, 21):
@@ -187,13 +194,15 @@ def test_a_model_that_learns_the_form_first_rings_nothing():
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_recorded_run_that_learns_rings_nothing(name):
-    """The toy world with the oracle as judge and other seeds, the rule alone, adapters, VPPO, PAPO ..."""
+    """The runs are from the toy world: the oracle as judge, other seeds, outcome reward only, adapters, VPPO,
+    PAPO ...
+    """
     lines = lines_of(GOOD[name])
     assert len(lines) >= 25 and named(lines) == {}
 
 
 def test_the_runs_of_the_evidence_ring_nothing():
-    """Accuracy and flawed positives of each step are known. All right answers were judged."""
+    """The accuracy and flawed positives of each step are known. All correct answers were judged."""
     files = (HERE.parent / "docs/evidence/runs.jsonl").read_text().splitlines()
     assert len(files) >= 125
     for run in map(json.loads, files):
@@ -246,7 +255,7 @@ def test_bad_folders_are_refused_in_one_line(tmp_path):
 
 
 def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
-    """What the trainer calls after each step; without tools/ it still stops."""
+    """The trainer calls this after each step. Without tools/, it still stops."""
     config = config_of(out_dir=str(tmp_path), max_idle_steps=4)
     log = Log(config, 0)
     log.metrics({"step": 0, "val/toy/mean@1": 0.5})
@@ -261,7 +270,7 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
         check_progress(log)
     log.metrics({"step": 5} | line | {"reward/groups_with_spread": 0.1})
     check_progress(log)
-    for step in (6, 7, 8):  # three, since a step that taught something
+    for step in (6, 7, 8):  # three steps since the last learning signal
         log.metrics({"step": step} | line)
         check_progress(log)
     assert capsys.readouterr().out.count("constant-reward, ") == 1  # again since step 8
@@ -275,7 +284,10 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
 
 
 def test_what_lasts_is_not_said_again(tmp_path, capsys):
-    """A step's samples count for ten steps, and rules look at three: at step 13 those of step 1 do."""
+    """The samples of a step count for ten steps, and rules look at three steps.
+
+    At step 13, the samples of step 1 still count.
+    """
     log = Log(config_of(out_dir=str(tmp_path)), 0)
     preds = {1: "3", 5: "[INVALID]", 6: "3", 11: "3"}
     for step in range(1, 15):
@@ -287,13 +299,13 @@ def test_what_lasts_is_not_said_again(tmp_path, capsys):
         check_progress(log)
     assert re.findall("missing-end-token, step.*?:", capsys.readouterr().out) == [
         "missing-end-token, step 3:",
-        "missing-end-token, step 8:",  # after a step at which half of them had no answer
+        "missing-end-token, step 8:",  # after a step in which half of them had no answer
     ]
 
 
 @pytest.mark.slow
 def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
-    """A reward of 0 for everything in the toy world; then with --max-idle-steps 0 and without tools/."""
+    """Every reward is 0 in the toy world. Then run with --max-idle-steps 0 and without tools/."""
     prepare(DataConfig(tasks=["toy"], out_dir=tmp_path))
     zero = "def score(solution_str, **_):\n    return {'score': 0.0, 'acc': '7' in solution_str}"
     (tmp_path / "zero.py").write_text(zero)

@@ -62,7 +62,7 @@ def test_no_line_but_a_tables_is_longer_than_120_characters(page):
 
 
 def anchors(page):
-    """What a link may name after the "#", as GitHub makes it of headings."""
+    """Return the anchors of a page, which GitHub makes from its headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     return {
         re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-")
@@ -82,14 +82,17 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_can_be_reached_from_the_readme():
-    """The index has every page, and the README has the index."""
+    """The index lists every page, and the README links to the index."""
     assert "(docs/README.md)" in (ROOT / "README.md").read_text()
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text()))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
 def test_the_readmes_tree_has_every_script_once():
-    """Those that it names and all that they import; a file of your own beside them is no part of it."""
+    """The tree lists the scripts that the README names and all files that they import.
+
+    Your own files next to them do not count.
+    """
     assert len(SCRIPTS) == len(set(SCRIPTS)) > 15
     for script in SCRIPTS:
         found = {script}
@@ -115,7 +118,7 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_every_metric_and_status_is_in_the_glossary():
-    """What the code writes as "time/..." is asked of it; {...} is any word."""
+    """The glossary must have everything that the code writes, such as "time/..."; {...} matches any word."""
     glossary = (ROOT / "docs/glossary.md").read_text()
     source = "".join(path.read_text() for folder in (ROOT, ROOT / "cluster") for path in folder.glob("*.py"))
     kinds = "reward|genrm|dynamic|response_length|actor|rollout|time|perf|val"
@@ -131,7 +134,7 @@ def test_every_metric_and_status_is_in_the_glossary():
 
 
 def test_the_examples_of_reward_functions_run(monkeypatch):
-    """A rule, FAPO with one more term for an answer that is wrong, and one that asks a judge."""
+    """Test a rule, FAPO with an additional term for wrong answers, and a function that queries a judge."""
     monkeypatch.setattr(compute_score, "PROMPT_STYLES", compute_score.PROMPT_STYLES.copy())
     names = {}
     for page in ("reward_functions", "judge"):
@@ -173,7 +176,7 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
 
 
 def fapo_rewards(right, judge_says, penalty):
-    """What compute_score_fapo gives for a right or a wrong answer, with a judge that says this."""
+    """Return what compute_score_fapo returns for a correct or wrong answer if the judge says this."""
 
     async def scored(address):
         try:
@@ -189,7 +192,7 @@ def fapo_rewards(right, judge_says, penalty):
 
 
 def check_reward():
-    """R = R_rule - lambda if the answer is correct and the judge finds a wrong step."""
+    """Check R = R_rule - lambda if the answer is correct and the judge finds a wrong step."""
     for right, judge_says, penalty in itertools.product((True, False), (-1, 0), (None, 0.5)):
         is_flawed = right and judge_says != -1
         expected = (1 if right else -1) - (1 if penalty is None else penalty) * is_flawed
@@ -197,7 +200,7 @@ def check_reward():
 
 
 def check_advantage():
-    """(R_i - mean(R)) / (std(R) + 1e-6) over the samples with a verdict."""
+    """Check (R_i - mean(R)) / (std(R) + 1e-6) over the samples with a verdict."""
     rewards = torch.tensor([[1.0, 0.0, -1.0, math.nan, 1.0]])
     known = [1.0, 0.0, -1.0, 1.0]
     mean, std = statistics.mean(known), statistics.stdev(known)
@@ -207,10 +210,10 @@ def check_advantage():
 
 
 def check_objective():
-    """-J by a loop over the tokens, among them some beyond each bound."""
+    """Compute -J in a loop over the tokens, some of which are beyond each bound."""
     torch.manual_seed(0)
     logprobs, old = torch.randn(2, 6, 40).double()
-    logprobs[0, 0] = old[0, 0] + 3  # r of 20: beyond the dual clip
+    logprobs[0, 0] = old[0, 0] + 3  # r = 20 exceeds the dual clip
     advantages = torch.linspace(-2, 2, 6).double()
     mask = torch.rand(6, 40) > 0.2
     mask[0, 0] = True
@@ -232,7 +235,7 @@ EQUATIONS = {
 
 
 def test_the_readmes_equations_are_the_codes():
-    """Each equation is checked on numbers; so are the defaults and the functions that the README names."""
+    """Check each equation on numbers, and also the defaults and functions that the README names."""
     section = (ROOT / "README.md").read_text().split("## How it works")[1].split("\n## ")[0]
     assert re.findall(r"^> (.*)", section, re.M) == list(EQUATIONS)
     for check in EQUATIONS.values():
@@ -244,7 +247,10 @@ def test_the_readmes_equations_are_the_codes():
 
 
 def test_the_readmes_functions_run(tmp_path):
-    """The reward function is called; the rollout function is that of docs/rollouts.md, which has a test."""
+    """Call the reward function.
+
+    The rollout function is the one in docs/rollouts.md, which has its own test.
+    """
     reward, rollout = blocks(ROOT / "README.md", "python")
     (tmp_path / "my_reward.py").write_text(reward)
     score = load(str(tmp_path / "my_reward")).score
@@ -254,7 +260,7 @@ def test_the_readmes_functions_run(tmp_path):
 
 
 def test_the_page_of_settings_is_current():
-    """Each setting of the trainer is there once, and every setting has a help text."""
+    """Every setting of the trainer occurs once and has a help text."""
     page = load("docs/make_settings").page()
     text = (ROOT / "docs/settings.md").read_text()
     assert page == text, "a setting or its help has changed: run python docs/make_settings.py"
@@ -284,13 +290,13 @@ def test_the_tables_of_the_evidence_are_what_its_runs_say():
         assert module.fill(text, made) == text, f"{page.name}: run python docs/make_evidence.py"
         found += re.findall(r"<!-- evidence: ([\w ]+) -->", text)
     assert set(found) == set(made)
-    for world in module.STANDARD:  # nothing is left out of what the tables sum up
+    for world in module.STANDARD:  # the tables summarise all of these worlds
         for algorithm in module.NAMES:
             assert sorted(run["seed"] for run in module.of(runs, algorithm, world)) == [0, 1, 2]
 
 
 def test_the_first_screens_numbers_are_what_the_runs_say():
-    """The README's first paragraph, in percent: medians of nine runs each."""
+    """Compare the percentages in the README's first paragraph, which are medians of nine runs each."""
     first = " ".join((ROOT / "README.md").read_text().split("\n- ")[0].split())
     evidence, shop = load("docs/make_evidence"), load("docs/make_shop")
 
@@ -347,19 +353,19 @@ def test_the_second_worlds_tables(tmp_path):
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
     assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
     later = run("later", 0, 0.5, acc=[1.0] * 20 + [0.5] * 20)
-    assert module.calls(later) == 32  # asked about half of the samples in half of the steps
+    assert module.calls(later) == 32  # queried on half of the samples in half of the steps
     rows = module.own_rows(runs, module.OWN_ALGORITHMS, "own0", "0: ")
     assert [(one[0], one[1], *one[-5:]) for one in rows] == [
         ("0: initial policy", "0.10 (0.10-0.10)", "", "", "", "", ""),
         ("0: outcome reward only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .085
-        ("0: FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06, and half of .1 would be enough
+        ("0: FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06; half of .1 suffices
         ("0: VPPO, FAPO's score", "0.60", "never", "128", "1", "", ""),
     ]
     twins = [run("rule", seed, seed / 10, "again0") for seed in (1, 2, 3)]
     twins.append(run("papo_oracle", 0, 1.0, "again0"))
     rows = module.own_rows(runs + twins, module.OWN_ALGORITHMS, "own0")
     assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
-    assert len(rows) == 4  # PAPO ran from the twin checkpoint only
+    assert len(rows) == 4  # PAPO ran only from the twin checkpoint
     with pytest.raises(ValueError, match="no finished run of rule in own1"):
         module.own_rows(runs, module.OWN_ALGORITHMS, "own1")
     assert module.starts(runs) == []
@@ -383,7 +389,7 @@ def test_the_second_worlds_tables(tmp_path):
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
     samples = [sample | info, sample | info | {"step": 4}, sample | info | {"split": "val"}]
-    for judged in (False, True, None):  # let pass, found, no verdict
+    for judged in (False, True, None):  # accepted, found, no verdict
         samples.append(sample | info | {"reward_extra_info": flawed | {"flawed_positive": judged}})
     wrong = {"oracle_flawed_positive": False, "truly_correct": False, "flawed_positive": False}
     sound = wrong | {"truly_correct": True}
@@ -412,13 +418,13 @@ def test_the_tables_of_the_world_with_a_tool_are_what_its_runs_say():
         assert module.FILE.with_name(name).read_text() == text, f"{name}: run python docs/make_shop.py"
     names = [(run["world"], run["algorithm"], run["seed"]) for run in runs]
     assert len(names) == len(set(names))
-    for name in ("outcome", "fapo"):  # the comparison of the pages: three seeds from each checkpoint
+    for name in ("outcome", "fapo"):  # the comparison on the pages: three seeds per checkpoint
         seeds = {(run["world"], run["seed"]) for run in module.some_of(runs, name)}
         assert len(seeds) == 9
 
 
 def test_the_numbers_of_the_questions_are_those_of_the_runs():
-    """The page's sentences on penalties, stepping stones, recalls and the world with a tool."""
+    """Check the page's sentences on penalties, stepping stones, recall and the world with a tool."""
     module = load("docs/make_shop")
     runs, shop = module.evidence.read(), module.read()
     text = " ".join((ROOT / "docs/questions.md").read_text().split())
@@ -453,7 +459,7 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
 
 
 def test_the_schedule_of_the_questions_runs():
-    """The page's commands name reward functions whose penalty changes as the page says."""
+    """Run the reward functions in the page's commands: their penalty changes as the page says."""
     (block,) = [block for block in blocks(ROOT / "docs/questions.md", "bash") if "schedule" in block]
     told = {}
     for command in block.replace("\\\n", " ").strip().splitlines():
@@ -518,7 +524,7 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
 
 
 def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():
-    """Its flags are the trainer's, and a method needs runs from each checkpoint to be ranked."""
+    """The flags must be the trainer's, and only methods with runs from each checkpoint are ranked."""
     module = load("docs/make_shop")
     settings = {field.name for field in dataclasses.fields(grpo_trainer.Config)}
     for flags in (*module.FLAGS.values(), *module.SECOND_WORLD.values()):
@@ -570,14 +576,14 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
     ]
     assert module.row("all", [run], {"accuracy": "toy"}, when="before") == ["all", "0.50"]
     assert module.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
-    assert module.turning_point(run) is None  # means of .1 to .25 truly correct, .8 to .5 wrong
+    assert module.turning_point(run) is None  # means of .1 to .25 fully correct, .8 to .5 wrong
     longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
     assert module.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
     assert module.half_correct(run) is math.inf and module.half_correct(longer) == 3  # .1, .3, .5
     last = {"after": {f"{key}/mean@1": 0.5 for key in module.COLUMNS.values()}}
     found = module.algorithms_table([run | last, run | last | {"world": "warm1"}], "warm0", "warm1")
     assert "| outcome reward only | 0.50 (0.50-0.50) |" in found and "| never | 2 |" in found
-    assert len(found.splitlines()) == 3  # what has not run in all of them is left out
+    assert len(found.splitlines()) == 3  # algorithms without runs in all of them are omitted
     assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
     monkeypatch.setattr(module, "FILE", tmp_path / "runs.jsonl")
@@ -598,7 +604,9 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_sample_of_the_pictures(tmp_path):
-    """Of step 2 or later, right but flawed, and the judge names the paragraph that the oracle names."""
+    """From step 2 on, find a correct but flawed sample in which the judge and the oracle name the same
+    paragraph.
+    """
     module = load("docs/make_pictures")
     question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
     flawed, sound = (f"65+9=74\n\n74-8={n}\n\n{n}+3={n + 3}\n\nRemainder \\boxed{{4}}" for n in (76, 66))

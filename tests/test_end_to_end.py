@@ -1,5 +1,6 @@
-"""Everything at once and for real: vLLM serves a tiny judge behind the router, Ray workers ask it, GRPO
-trains on its word."""
+"""The whole system for real: vLLM serves a tiny judge behind the router, Ray workers query it, and GRPO
+trains on its verdicts.
+"""
 
 import json
 import random
@@ -17,7 +18,7 @@ from toy import toy_world, warm_start
 
 
 def teach(folder, tokenizer, examples, steps=60):
-    """A tiny model that has learned to say what `examples()` say, and nothing else."""
+    """Train a tiny model to write what `examples()` contain, and nothing else."""
     model = warm_start.new_model(len(tokenizer), seed=0)
     warm_start.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, disable=True)
     model.save_pretrained(folder)
@@ -33,7 +34,9 @@ def answers(port):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """(folder with a policy, its problems and a judge, the address of that judge, which is being served)."""
+    """Yield a folder with a policy, its problems and a judge, and the address of this judge while it is
+    served.
+    """
     folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
     rows = [
@@ -42,8 +45,8 @@ def world(tmp_path_factory):
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
 
-    # The policy guesses a digit, so that a fifth of its answers is right. The judge calls every solution's
-    # paragraph 0 wrong.
+    # The policy guesses a digit, so a fifth of its answers is correct. The judge always calls paragraph 0
+    # wrong.
     def guess():
         problem = rng.choice(rows)["prompt"][0]["content"]
         return warm_start.chat(problem, f"Remainder \\boxed{{{rng.randint(0, 4)}}}")
@@ -65,7 +68,7 @@ def world(tmp_path_factory):
 
 
 def train(world, name, **flags):
-    """A run of the trainer with the served judge -> (its samples, its metrics)."""
+    """Run the trainer with the served judge, and return samples and metrics."""
     folder, address = world
     judge = {"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}
     flags = dict(
@@ -91,8 +94,8 @@ def test_training_with_a_served_judge(world):
     right = [sample for sample in samples if sample["reward_extra_info"]["acc"]]
     assert len(right) > 10
     judged = [sample for sample in right if sample["reward_extra_info"]["critique"] == "\\boxed{0}"]
-    assert len(judged) > 0.9 * len(right)  # the judge really answered, in words that only it says ...
-    for sample in judged:  # ... and its verdict is the reward: right but flawed
+    assert len(judged) > 0.9 * len(right)  # the judge really responded, in words that only it uses ...
+    for sample in judged:  # ... and its verdict is the reward: correct but flawed
         assert sample["reward_score"] == 0.0 and sample["reward_extra_info"]["genrm_status"] == "ok"
         assert sample["reward_extra_info"]["flawed_positive"] is True
     for sample in samples:
@@ -122,12 +125,12 @@ def test_training_with_a_judge_that_is_asked_about_whole_groups(world):
         distinct = len({sample["response"] for sample in group})
         known = [sample for sample in group if sample["reward_score"] is not None]
         infos = [sample["reward_extra_info"] for sample in known]
-        places = [(info["acc"], info["first_wrong"] == -1) for info in infos]  # they have one paragraph
+        places = [(info["acc"], info["first_wrong"] == -1) for info in infos]  # each has one paragraph
         for sample, info, mine in zip(known, infos, places):
             assert info["group_distinct"] == distinct and info["acc"] == ("boxed" in info["critique"])
             beaten = sum(mine > other for other in places) - sum(mine < other for other in places)
             assert sample["reward_score"] == pytest.approx(beaten / max(len(known) - 1, 1))
         compared += len({acc for acc, _ in places}) == 2
-    assert compared > 8  # in which right answers beat wrong ones
+    assert compared > 8  # in which correct answers beat wrong ones
     for m in metrics[1:]:
         assert m["genrm/error_rate"] < 0.1 and m["reward/group_distinct"] < 8 and m["actor/updates"] >= 1

@@ -1,5 +1,4 @@
-"""Tests of evaluate_genrm.py: metrics worked out by hand, and whole runs against a real HTTP server that
-plays a script."""
+"""evaluate_genrm.py: metrics computed by hand, and whole runs with a scripted HTTP server."""
 
 import asyncio
 import json
@@ -64,12 +63,12 @@ def test_processbench_metrics():
         row(-1, -1),
     ]
     metrics = processbench_metrics(rows + [row(3, 3, "gsm8k"), row(-1, -1, "gsm8k")])
-    # math: 1 of 4 errors found exactly, 2 of 4 correct ones called correct; an unparsable row is a miss in
-    # both
+    # math: 1 of 4 errors is found exactly, and 2 of 4 correct solutions are called correct. An unparsable row
+    # counts as a miss in both.
     assert metrics["math"] == pytest.approx((8, 0.25, 0.5, 2 * 0.25 * 0.5 / 0.75))
     assert metrics["gsm8k"] == (2, 1.0, 1.0, 1.0)
     assert processbench_metrics([row(1, 0), row(-1, 0)])["math"][-1] == 0.0
-    for prediction in (0, 1):  # no sound solution, so nothing is known of them
+    for prediction in (0, 1):  # no sound solution, so nothing is known about them
         assert math.isnan(processbench_metrics([row(1, prediction)])["math"][-1])
 
 
@@ -85,14 +84,17 @@ def test_flawed_positive_metrics():
         row(5, 5, correct=False),
     ]
     metrics = flawed_positive_metrics(rows)
-    # called flawed: 3, of them flawed: 2; truly flawed: 4, of them found: 2
+    # Of 3 rows called flawed, 2 are flawed; of 4 flawed rows, 2 are found.
     assert metrics == pytest.approx((7, 2 / 3, 0.5, 4 / 7))
     assert math.isnan(flawed_positive_metrics([row(-1, -1)])[-1])
 
 
 @pytest.fixture
 def bench(tmp_path) -> Path:
-    """Six rows of two subsets as prepare_data.py builds them; problem k of row k, labels -1 1 0 -1 2 -1."""
+    """Return six rows of two subsets, as prepare_data.py builds them.
+
+    Row k has problem k; the labels are -1 1 0 -1 2 -1.
+    """
     rows = [
         {
             "id": f"{'gsm8k' if k < 3 else 'math'}-{k}",
@@ -114,7 +116,7 @@ def problem_of(request: dict) -> int:
 
 
 def answer(request: dict) -> str:
-    """Exact on 0, 1 and 3; wrong paragraph on 2; exact on 4, no index on 5."""
+    """Return a critique: exact on 0, 1, 3 and 4, a wrong paragraph on 2, no index on 5."""
     return ["\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know"][
         problem_of(request)
     ]
@@ -122,7 +124,7 @@ def answer(request: dict) -> str:
 
 @pytest.fixture(scope="module")
 def one_ray():
-    """One Ray for all runs of the file."""
+    """Share one Ray cluster among all runs in this file."""
     yield connect_ray()
     ray.shutdown()
 
@@ -139,14 +141,14 @@ def run(judge: Judge, config: Config) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 def test_a_whole_run(bench, tmp_path, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # no way to the judge
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # the judge must not be reached through a proxy
     progress = []
     partial = tmp_path / "c.parquet.jsonl"
     judge = Judge(lambda request: progress.append(partial.read_text()) or answer(request))
     rows = run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=4))
-    # a run killed before its first answer can go on, too
+    # A run that was killed before its first response can be resumed as well.
     assert progress[0].startswith("{") and progress[0].endswith("}\n")
-    assert len(judge.requests) == 18 and judge.model_lookups == 2  # for the requests, and for --resume
+    assert len(judge.requests) == 18 and judge.model_lookups == 2  # for the requests and for --resume
     sent = {"model": "the-judge", "temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
     assert {key: value for key, value in judge.requests[0].items() if key != "messages"} == sent
     assert [row["prediction"] for row in rows] == [-1, 1, 2, -1, 2, None]
@@ -155,7 +157,7 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
     assert ["gsm8k", "3", "50.0", "100.0", "66.7"] in lines
     assert ["math", "3", "100.0", "50.0", "66.7"] in lines
     assert ["average", "F1:", "66.7"] in lines
-    assert ["5", "100.0", "100.0", "100.0"] in lines  # 2 flawed, both found
+    assert ["5", "100.0", "100.0", "100.0"] in lines  # 2 flawed rows, both found
     assert "requests: {'ok': 18}; 16.7% of the critiques have no valid index" in report(rows)
     assert "INCOMPLETE" not in report(rows)
 
@@ -175,7 +177,7 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     settings, *lines = progress.read_text().splitlines()
     answered = [line for line in lines if json.loads(line)[1]["reward_score"] is not None]
     assert len(answered) == 8
-    # as if the run had been killed in the middle of its last line
+    # Simulate a run that was killed in the middle of its last line.
     progress.write_text("\n".join([settings, *answered])[:-5])
     judge = Judge(answer)
     rows = run(judge, config)
@@ -184,7 +186,7 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     judge = Judge(answer)
     assert run(judge, config) == rows and judge.requests == []
     run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=3, concurrency=2))
-    assert len(judge.requests) == 6  # one more critique of each row
+    assert len(judge.requests) == 6  # one more critique per row
 
     with pytest.raises(ValueError, match="c.parquet.jsonl belongs to a run with different data"):
         run(judge, Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, temperature=0.0))
@@ -257,13 +259,13 @@ def test_critiques_of_another_version_of_compute_score_are_not_mixed_in(bench, t
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 def test_what_changes_no_answer_throws_none_away(bench, tmp_path):
-    """First a --limit by mistake; then rows in another order, a corrected label, a server with more room."""
+    """Pass --limit by mistake; then reorder the rows, correct a label and enlarge the server's context."""
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, limit=4)
     first = Judge(answer)
     first.card["max_model_len"] = 4096
     run(first, config)
     rows = pq.read_table(bench).to_pylist()[::-1]
-    rows[-2]["reward_model"]["ground_truth"] = 2  # of problem 1
+    rows[-2]["reward_model"]["ground_truth"] = 2  # the label of problem 1
     pq.write_table(pa.Table.from_pylist(rows), bench)
     judge = Judge(answer)
     judged = run(judge, replace(config, limit=None, timeout_s=100.0, concurrency=2))
@@ -281,7 +283,7 @@ def test_limit_and_bad_files(bench, tmp_path):
 
 
 def interrupted(*_):
-    """Ctrl-C, also in a background job, where Python has it ignored."""
+    """Send Ctrl-C, also to a background job, in which Python ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signal.raise_signal(signal.SIGINT)
@@ -336,7 +338,7 @@ def test_command_line(bench, tmp_path):
             assert len(refused.requests) == 6 + 1
         code, out, err = await call(*other, "127.0.0.1:1", "--chat-kwargs", "[1]")
         assert (code, err) == (2, "error: --chat-kwargs '[1]': must be a JSON object\n")
-        return await call(*arguments, "--router-address", judge.address)  # now the judge is gone
+        return await call(*arguments, "--router-address", judge.address)  # the judge is gone now
 
     code, out, err = asyncio.run(main())
     assert code == 2 and err.startswith("error: --router-address") and "cannot get the model name" in err

@@ -1,4 +1,4 @@
-"""The policy on a GPU that is not there: what mixes devices or types fails, and bytes are counted."""
+"""The policy on a simulated GPU: mixing devices or types fails, and bytes are counted."""
 
 import shutil
 import sys
@@ -40,7 +40,8 @@ def numel():
 
 
 def test_types_and_devices(found):
-    """Weights, gradients and moments are float32 on the GPU; frozen ones bf16; servers get bf16."""
+    """Weights, gradients and moments are float32 on the GPU, frozen weights are bf16, and servers get bf16.
+    """
     moments = ["exp_avg torch.float32 cuda", "exp_avg_sq torch.float32 cuda"]
     rest = ["gradients torch.float32 cuda", "sent torch.bfloat16 cuda", "step torch.float32 cuda"]
     on_gpu = [*moments, *rest, "weights torch.float32 cuda"]
@@ -54,7 +55,7 @@ def test_types_and_devices(found):
 
 
 def test_what_is_held_between_updates(found):
-    """16 bytes a weight, divided by the ranks; 4 more for a reference model."""
+    """A weight takes 16 bytes, divided by the number of ranks, and 4 more with a reference model."""
     size = numel()
     assert found["all weights"]["held"]["cuda"] == pytest.approx(16 * size, rel=0.02)
     assert found["two terms, recomputed"]["held"]["cuda"] == pytest.approx(20 * size, rel=0.02)

@@ -1,4 +1,4 @@
-"""The exact check of Euclid's algorithm, and the two rewards of the comparison on a public task."""
+"""The exact check of Euclid's algorithm, and the two rewards that are compared on a public task."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_figures_are_read_from_the_runs_of_the_recipe(tmp_path):
                 flawed = after if step else 0.5
                 keys = gcd_steps.HELD_OUT.values()
                 line |= {f"val/reasoning_gym_gcd/{key}mean@4": flawed for key in keys}
-            if step:  # 0.01 to 0.40: the first ten have a mean of 0.055, the last ten of 0.355
+            if step:  # The values are 0.01 to 0.40; the first ten have the mean 0.055, the last ten 0.355.
                 line |= {"reward/acc": step / 100, "reward/flawed_positive_rate": step / 100}
             lines.append(json.dumps(line))
         (folder / "metrics.jsonl").write_text("\n".join(lines))

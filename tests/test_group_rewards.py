@@ -1,4 +1,4 @@
-"""The examples of docs/group_rewards.py: scores worked out by hand, and a judge that plays a script."""
+"""The examples in docs/group_rewards.py: scores computed by hand, and a scripted judge."""
 
 import asyncio
 import json
@@ -45,14 +45,14 @@ def test_majority_vote():
     responses = ["\\boxed{3}", "so \\boxed{2}", "\\boxed{ 3 }", "I do not know", "\\boxed{4}"]
     results = group_rewards.majority_vote(solution_strs=responses, **ABOUT)
     assert of_all(results, "score") == [1.0, -1.0, 1.0, -1.0, -1.0]
-    assert of_all(results, "acc") == [False, True, False, False, False]  # what the label does not know
+    assert of_all(results, "acc") == [False, True, False, False, False]  # the label does not know this
     assert of_all(results, "group_label") == ["3"] * 5 and of_all(results, "group_votes") == [0.4] * 5
     assert of_all(results, "group_label_right") == [False] * 5
     results = group_rewards.majority_vote(solution_strs=responses[1:2] + responses, **ABOUT)
-    assert of_all(results, "group_label_right") == [True] * 6  # two votes each: who was first
+    assert of_all(results, "group_label_right") == [True] * 6  # with two votes each, the first one wins
     results = group_rewards.majority_vote(solution_strs=responses, **ABOUT | {"ground_truth": ""})
     assert of_all(results, "score") == [1.0, -1.0, 1.0, -1.0, -1.0] and of_all(results, "acc") == [None] * 5
-    # An empty box is no vote.
+    # An empty box is not a vote.
     for nothing in (["no", "idea"], ["\\boxed{}", "\\boxed{ }", "\\boxed{}", "no"]):
         results = group_rewards.majority_vote(solution_strs=nothing, **ABOUT)
         assert set(of_all(results, "score")) == set(of_all(results, "group_label")) == {None}
@@ -63,16 +63,16 @@ def test_majority_vote():
 
 
 def test_rule_and_variety():
-    # Runs of two words: "a b", "b \boxed{2}" | "a b", "b \boxed{1}" | the one run "\boxed{2}"
+    # The sequences of two words are "a b", "b \boxed{2}" | "a b", "b \boxed{1}" | only "\boxed{2}".
     responses = ["a b \\boxed{2}", "a b \\boxed{1}", "\\boxed{2}"]
     results = group_rewards.rule_and_variety(solution_strs=responses, penalty=0.5, words=2, **ABOUT)
     assert of_all(results, "score") == [0.75, -1.25, 1.0] and of_all(results, "repeated") == [0.5, 0.5, 0.0]
-    results = group_rewards.rule_and_variety(solution_strs=["a \\boxed{2}"] * 2, **ABOUT)  # not 8 words
+    results = group_rewards.rule_and_variety(solution_strs=["a \\boxed{2}"] * 2, **ABOUT)  # under 8 words
     assert of_all(results, "score") == [0.5, 0.5]
 
 
 def served(prompt_to_text):
-    """A judge's handler: prompt -> what it writes, or an HTTP status."""
+    """Serve a judge that writes what `prompt_to_text` returns for a prompt: a text or an HTTP status."""
 
     async def handler(request):
         if request.path == "/v1/models":
@@ -89,7 +89,7 @@ def test_a_listwise_judge_is_asked_once_for_a_group(serve):  # noqa: F811
     marks = {"good \\boxed{2}": "0.9", "fair \\boxed{2}": ".5", "bad \\boxed{3}": "0"}
 
     def judge(prompt):
-        shown = sorted(marks, key=prompt.find)  # the order is a random one
+        shown = sorted(marks, key=prompt.find)  # the order is random
         assert all(f"[Solution {i}]\n\n{text}" in prompt for i, text in enumerate(shown, 1))
         return f"The first ... \\boxed{{{', '.join(marks[text] for text in shown)}}}"
 
@@ -136,9 +136,10 @@ def test_fapo_against_others(serve):  # noqa: F811
     names = ["sound", "late", "early", "late", "silent", "wrong"]
     responses = [solution(name, answer=3 if name == "wrong" else 2) for name in names]
     results = ask(group_rewards.fapo_against_others, responses, reward_router_address=server.address)
-    # Five have a verdict, so each has four others: sound beats 4; late beats 2, loses to 1; early 1 and 3 ...
+    # Five samples have a verdict, so each has four others: sound beats 4; late beats 2 and loses to 1; early
+    # 1 and 3 ...
     assert of_all(results, "score") == [1.0, 0.25, -0.5, 0.25, None, -1.0]
     assert of_all(results, "flawed_positive") == [False, True, True, True, None, False]
     assert of_all(results, "group_distinct") == [5] * 6
-    assert asked == {"sound": 1, "late": 1, "early": 1, "silent": 1}  # the rule knows a wrong answer
+    assert asked == {"sound": 1, "late": 1, "early": 1, "silent": 1}  # the rule finds wrong answers
     json.dumps(results)
