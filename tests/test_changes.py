@@ -167,7 +167,7 @@ def test_the_judge_and_a_classifier_together():
 def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path):
     """Run the toy recipe's three runs with a stand-in for vLLM.
 
-    Then vLLM serves the classifier to the other runs.
+    Then vLLM serves the classifier to the GSM8K recipe.
     """
     val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # instead of the world's 1,024
     played = stand_in_for_vllm(tmp_path / "stand_in")

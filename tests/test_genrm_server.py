@@ -1,4 +1,6 @@
-"""genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server), slow ones with vLLM on CPU."""
+"""genrm_server.py: quick tests with a stand-in for vLLM (a real HTTP server), and slow tests with vLLM on
+CPU.
+"""
 
 import asyncio
 import contextlib
@@ -35,8 +37,8 @@ from tiny import policy_of
 
 ROOT = Path(__file__).parent.parent
 
-# Found before the real vLLM through PYTHONPATH. Files in the model's folder tell it how to misbehave. Like
-# vLLM it has an "engine", a process of its own that would outlive it, and shared memory.
+# PYTHONPATH makes Python find this stand-in before the real vLLM. Files in the model's folder tell it how to
+# misbehave. Like vLLM, it has an "engine" (a separate process that could outlive it) and shared memory.
 STAND_IN = """
 import json, mmap, os, subprocess, sys, time
 from _multiprocessing import SemLock
@@ -97,7 +99,7 @@ Server((argument("--host"), int(argument("--port"))), Handler).serve_forever()
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A model folder, served by the stand-in."""
+    """Return a model folder that the stand-in serves."""
     monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "path", STAND_IN))
     monkeypatch.setattr(genrm_server, "WATCH_EVERY", 0.1)
     monkeypatch.setattr(genrm_server, "HEALTH_TIMEOUT", 0.3)
@@ -134,14 +136,14 @@ def serving(servers):
 
 
 def ask(url, path="/v1/args", api_key=""):
-    """What the stand-in says of itself; `url`: the router's, or a server's with its key."""
+    """Return what the stand-in reports about itself. `url` is the router's, or a server's with its key."""
     status, text = request("GET", url + path, api_key=api_key, timeout=30)
     assert status == 200, (status, text)
     return json.loads(text)
 
 
 def told(servers, number=0):
-    """What one of the servers says of itself, asked directly."""
+    """Return what one of the servers reports about itself, without the router."""
     return ask(servers.slots[number].url, api_key=servers.config.server_key)
 
 
@@ -152,7 +154,7 @@ def restarts_of(servers):
 def router_workers(servers):
     url, key = servers.router.url + "/workers", servers.config.server_key
     status, text = request("GET", url, api_key=key, timeout=30)
-    return json.loads(text)["workers"] if status == 200 else []  # it may just be away
+    return json.loads(text)["workers"] if status == 200 else []  # the router may be restarting
 
 
 def descendants(process):
@@ -183,17 +185,17 @@ def port_is_free(url):
     ],
 )
 def test_a_small_request_has_a_status_or_says_why_not(said, status, text, monkeypatch):
-    """Whatever answers; no proxy of the environment is asked."""
+    """Test various servers. Proxies in the environment must not be used."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     asked = []
 
     def answer():
         with listener.accept()[0] as connection:
             asked.append(connection.recv(1000))
-            while not asked[0].endswith(b"}"):  # head and body may come one after the other
+            while not asked[0].endswith(b"}"):  # head and body may arrive separately
                 asked[0] += connection.recv(1000)
             if said is None:
-                asked.append(connection.recv(1000))  # until the other side goes
+                asked.append(connection.recv(1000))  # until the other side closes the connection
             else:
                 connection.sendall(said)
 
@@ -207,11 +209,11 @@ def test_a_small_request_has_a_status_or_says_why_not(said, status, text, monkey
     head, _, body = asked[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /sleep?level=1 HTTP/1.1\r\n") and b"Bearer key" in head
     assert body == b'{"a": 1}' and asked[1:] in ([], [b""])
-    assert request("GET", url)[0] == 0  # nobody listens any more
+    assert request("GET", url)[0] == 0  # nothing is listening any more
 
 
 def test_a_control_call_is_made_to_all_servers_at_once(monkeypatch):
-    """Of many, too: a run waits while their weights are replaced."""
+    """This includes many servers, because a run waits while their weights are replaced."""
     servers = object.__new__(ModelServers)
     servers.slots = [genrm_server.ServerSlot(f"server {i}", None, Path(), joined=1) for i in range(100)]
     together = threading.Barrier(100)
@@ -226,7 +228,7 @@ def test_cores_are_shared_out():
 
 
 def test_cpu_servers(stand_in, monkeypatch):
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")  # as of a secret's file
+    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")  # as in a key file
     config = settings(
         stand_in,
         num_servers=2,
@@ -236,7 +238,7 @@ def test_cpu_servers(stand_in, monkeypatch):
         vllm_args=("--max-num-seqs", "7"),
     )
     with running(config) as servers:
-        assert request("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is asked for
+        assert request("GET", f"http://{servers.router_address}/workers")[0] == 401  # the key is required
         assert "least_loaded" in psutil.Process(servers.router.server.child.pid).cmdline()
         for number in range(2):
             seen = told(servers, number)
@@ -282,7 +284,7 @@ def test_servers_that_share_a_gpu(stand_in, monkeypatch):
         assert all("--gpu-memory-utilization 0.4" in " ".join(one["argv"]) for one in seen)
     given = ("--gpu-memory-utilization", "0.2")
     with running(settings(stand_in, device="cuda", gpu_share=0.4, vllm_args=given)) as servers:
-        assert told(servers)["argv"][-2:] == ["--gpu-memory-utilization", "0.2"]  # vLLM takes the last one
+        assert told(servers)["argv"][-2:] == ["--gpu-memory-utilization", "0.2"]  # vLLM uses the last one
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
@@ -321,7 +323,7 @@ def test_bad_settings(stand_in, changes, expected, monkeypatch):
         ModelServers(settings(stand_in, **changes))
 
 
-# ---- life and death ------------------------------------------------------------------------------
+# ---- deaths and restarts
 
 
 def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
@@ -340,9 +342,9 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
             new[0],
             told(servers, 1)["pids"][0],
         }
-        pids = new  # killed in time, but not waited for: the engine is nobody's child now
+        pids = new  # killed in time but not waited for: the engine is an orphan now
     until(lambda: not any(map(alive, pids)) and all(port_is_free(slot.url) for slot in servers.slots))
-    servers.shutdown()  # a second time does nothing
+    servers.shutdown()  # a second call does nothing
     output = capfd.readouterr().out
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
 
@@ -370,7 +372,7 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
 
 
 def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
-    """As of a sample that kills the engine whenever it is asked."""
+    """For example, a sample may kill the engine each time it is sent."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in)) as servers:
         for number in range(1, 4):
@@ -380,16 +382,18 @@ def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
 
 
 def test_what_was_waited_for_however_long_is_no_death(stand_in, monkeypatch):
-    """A disk that was full for a weekend, a judge that could not start beside the trainer: when that is over
-    a server may die as often as any other before it is given up."""
+    """Examples are a disk that was full for days, and a judge that could not start next to the trainer.
+
+    Afterwards, a server may die as often as any other before the service gives up on it.
+    """
     with running(settings(stand_in)) as servers:
         (slot,) = servers.slots
         logs = servers.config.log_dir
         shutil.rmtree(logs)
-        logs.touch()  # there can be no log
+        logs.touch()  # now no log can be written
         monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.0)
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
-        until(lambda: slot.restarts > 1100)  # a minute each, at last
+        until(lambda: slot.restarts > 1100)  # in practice at intervals of a minute
         (stand_in / "die_at_start").touch()
         logs.unlink()
         until(lambda: slot.log.is_file() and "do not fit" in slot.log.read_text())
@@ -410,7 +414,7 @@ def test_a_start_that_takes_too_long(stand_in):
     (stand_in / "hang").touch()
     with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; raise --startup-timeout"):
         ModelServers(settings(stand_in, startup_timeout=0.5))
-    with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; the last"):  # no such flag
+    with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; the last"):  # no flag to recommend
         ModelServers(settings(stand_in, startup_timeout=0.5, flag_prefix="genrm-"))
 
 
@@ -430,8 +434,10 @@ def four_on_two_gpus(stand_in, monkeypatch):
 
 
 def test_servers_that_share_a_gpu_start_one_after_the_other(four_on_two_gpus):
-    """And again after deaths. vLLM measures how much of the device's memory it takes by what was free before
-    and is free after."""
+    """This also holds after deaths.
+
+    vLLM computes its memory use from the free memory before and after its start.
+    """
     starting, at_once = set(), []
 
     def gpu_of(slot):
@@ -474,7 +480,7 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     port, missed = free_port(), []
 
     def late(method, url, *args, **more):
-        if url == f"http://127.0.0.1:{port}/health" and len(missed) < 6:  # as where no core is free
+        if url == f"http://127.0.0.1:{port}/health" and len(missed) < 6:  # as if no core were free
             return missed.append(url) or (0, "timed out")
         return request(method, url, *args, **more)
 
@@ -499,11 +505,11 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
 def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stand_in, capfd, monkeypatch):
     with running(settings(stand_in, num_servers=2)) as servers:
         host, _, port = servers.router_address.partition(":")
-        monkeypatch.setattr(genrm_server, "RESTART_DELAY", 3.0)  # the other one is there first
+        monkeypatch.setattr(genrm_server, "RESTART_DELAY", 3.0)  # the other program gets the port first
         child = servers.router.server.child
         child.kill()
         child.wait()
-        with socket.create_server((host, int(port)), backlog=0):  # it does not answer either
+        with socket.create_server((host, int(port)), backlog=0):  # it does not respond either
             monkeypatch.setattr(genrm_server, "RESTART_DELAY", 0.1)
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
             until(lambda: restarts_of(servers) == 1)
@@ -536,7 +542,7 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
         )
         assert (logs / "server_0.log").is_file() and (logs / "router.log").is_file()
         shutil.rmtree(logs)
-        logs.touch()  # and now there cannot be one, which is no death of the server
+        logs.touch()  # now no log can be written, which does not count as a death of the server
         os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[1].restarts >= 3)
         assert (
@@ -553,7 +559,7 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         assert len(key) > 30 and not servers.config.api_key and key not in repr(servers.config)
         assert request("GET", servers.slots[0].url + "/health")[0] == 200
         assert request("GET", servers.slots[0].url + "/v1/args")[0] == 401
-        # the router has it, its clients need none
+        # The router has the key; its clients need none.
         assert request("GET", f"http://{servers.router_address}/v1/args")[0] == 200
         url = f"http://{servers.router_address}/workers"
         assert request("POST", url, {"url": "http://127.0.0.1:1"})[0] == 401
@@ -561,7 +567,7 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
         middleware = [
             name for option, name in zip(seen["argv"], seen["argv"][1:]) if option == "--middleware"
         ]
-        assert middleware[-1] == "genrm_server.KeyGuard"  # vLLM asks the last one first
+        assert middleware[-1] == "genrm_server.KeyGuard"  # vLLM calls the last one first
         assert str(ROOT) in seen["env"]["PYTHONPATH"].split(os.pathsep)
         processes = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
         assert str(stand_in) in processes and key not in processes
@@ -569,7 +575,7 @@ def test_the_servers_have_a_key_that_nobody_sees(stand_in):
 
 
 def ask_guard(scope_type, path, *headers):
-    """What comes back through KeyGuard: b"in" from the app behind it."""
+    """Return what KeyGuard lets through: b"in" comes from the app behind it."""
     sent = []
 
     async def app(scope, receive, send):
@@ -600,12 +606,12 @@ def test_the_key_guard(monkeypatch):
         )
     assert ask_guard("websocket", "/v1/realtime") == 401
     monkeypatch.delenv("VLLM_API_KEY")
-    with pytest.raises(KeyError):  # rather no server than an open one
+    with pytest.raises(KeyError):  # no server is better than an open one
         genrm_server.KeyGuard(None)
 
 
 def test_generate_is_no_error_where_the_client_has_gone():
-    """vLLM answers null then; a traceback for each would hide in the log what a server died of."""
+    """In this case vLLM returns null. A traceback each time would make the log hard to read after a crash."""
     answers = []
 
     async def vllm(scope, receive, send):
@@ -660,7 +666,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             model.state_dict()
         )
         assert json.loads((servers.folder.path / "config.json").read_text())["tie_word_embeddings"] is False
-        assert model.config.tie_word_embeddings  # the trainer's own is as it was
+        assert model.config.tie_word_embeddings  # the trainer's model is unchanged
         for number in range(2):
             calls = [
                 call
@@ -670,13 +676,13 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
         os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
         until(lambda: restarts_of(servers.service) == 1 and len(router_workers(servers.service)) == 2)
-        # before it joined: weights may have changed
+        # This happened before it joined, because the weights may have changed.
         assert "/collective_rpc" in told(servers.service)["calls"]
         (servers.folder.path / "die_of_collective_rpc").touch()
         before_joining, looked = servers.service.before_joining, threading.Event()
         servers.service.before_joining = lambda slot: looked.wait() and before_joining(slot)
-        servers.sync()  # one of them dies of it
-        # with the new weights; the other one has the old ones or none
+        servers.sync()  # one of the servers dies during the call
+        # One server has the new weights; the other has the old ones or none.
         until(lambda: len(router_workers(servers.service)) == 1)
         looked.set()
         until(
@@ -695,7 +701,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
 
 
 def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokenizer, model, monkeypatch):
-    """The router would hold each try of a request for --queue-timeout, 15 minutes in a run."""
+    """Otherwise, the router would hold each attempt for --queue-timeout, which is 15 minutes in a run."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 1)
     policy = policy_of(copy.deepcopy(model))
     with serving(PolicyServers(policy, tokenizer, settings(stand_in, queue_timeout=5.0))) as servers:
@@ -722,7 +728,10 @@ def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model
 def test_a_server_that_died_of_a_call_to_all_and_is_back_before_the_others_answer_ends_nothing(
     stand_in, monkeypatch
 ):
-    """A call of a weight sync; the other server answers once the first one is ready to join again."""
+    """The call is one of a weight sync.
+
+    The other server responds once the first one is ready to join again.
+    """
     with running(settings(stand_in, num_servers=2)) as servers:
         dying, other = servers.slots
         ask = servers.post_control
@@ -765,17 +774,17 @@ def test_of_two_keys_the_servers_have_the_new_one(stand_in):
 def test_sleep_and_wake(stand_in, monkeypatch):
     with running(settings(stand_in, sleep_mode=True)) as servers:
         servers.sleep()
-        servers.sleep(False)  # harmless
+        servers.sleep(False)  # this call has no effect
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
         servers.sleep()
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         until(lambda: restarts_of(servers) == 1 and servers.slots[0].joined)
-        assert genrm_server.SLEEP in told(servers)["calls"]  # it must not take the trainer's memory
+        assert genrm_server.SLEEP in told(servers)["calls"]  # it must not use the trainer's memory
         servers.sleep(False)
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
-        # not for whoever knows the router
+        # Clients of the router cannot call this.
         assert request("POST", f"http://{servers.router_address}/sleep")[0] == 404
 
 
@@ -795,13 +804,13 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         servers.sleep(False)
         until(lambda: restarts_of(servers) >= 2 and all_joined())
-        for number in range(2):  # it may have been back, and put to sleep, before the others were woken
+        for number in range(2):  # it may have joined and slept before the others woke up
             calls = told(servers, number)["calls"]
             assert [call for call in calls if call in (genrm_server.SLEEP, "/wake_up")][-1:] != [
                 genrm_server.SLEEP
             ]
         servers.sleep()
-        (stand_in / "die_at_start").touch()  # as without memory for it, which the trainer has meanwhile
+        (stand_in / "die_at_start").touch()  # as if the trainer were using its memory
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[0].restarts >= 5)
         (stand_in / "die_at_start").unlink()
@@ -838,7 +847,7 @@ def start_command(model, *arguments, before=()):
 
 
 def read_addresses(process):
-    """(router's URL, servers' URLs) once all is ready."""
+    """Return the router's URL and the servers' URLs once all are ready."""
     urls = []
     for line in process.stdout:
         if found := re.match(r"server \d+ ready at (http://\S+) after \d+ s", line):
@@ -919,7 +928,7 @@ def test_a_fork_of_the_program_keeps_no_server_alive(stand_in):
         program.wait()
         until(lambda: not any(map(alive, pids)))
     finally:
-        os.killpg(program.pid, signal.SIGKILL)  # the fork
+        os.killpg(program.pid, signal.SIGKILL)  # this kills the fork
 
 
 def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
@@ -971,7 +980,7 @@ def test_exit_codes(stand_in):
 
 @pytest.mark.parametrize("ends", ["before anything else", "when the judge would be served"])
 def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, ends):
-    """Else it would be judged by the other one's judge."""
+    """Otherwise, it would be judged by the other demo's judge."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     kept = tmp_path / "outputs/demo_seed0/of an earlier demo"
     kept.mkdir(parents=True)
@@ -1002,7 +1011,8 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, model, tokenizer):
-    """(process, router's URL, servers' URLs) of two generative servers, and a manager of a classifier."""
+    """Yield the process and the URLs of the router and two generative servers, and a manager of a classifier.
+    """
     import ray
     import torch
     from transformers import LlamaForSequenceClassification
@@ -1016,10 +1026,10 @@ def vllm(tmp_path_factory, model, tokenizer):
         a_model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("RAY_ADDRESS", "local")  # a Ray of its own, though another one may be running
+        monkeypatch.setenv("RAY_ADDRESS", "local")  # start a separate Ray, even if one is running
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
-            addresses = read_addresses(process)  # all at once would starve the tests beside these
+            addresses = read_addresses(process)  # starting all at once would starve other tests
             ray.init(include_dashboard=False, logging_level="warning")
             config = Config(
                 model=str(models[1]),
@@ -1057,7 +1067,7 @@ def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     )
     assert status == 200, text
     assert [one["probs"][0] for one in json.loads(text)["data"]] == pytest.approx(expected, abs=1e-4)
-    assert max(expected) - min(expected) > 1e-3  # else the comparison would say nothing
+    assert max(expected) - min(expected) > 1e-3  # otherwise the comparison would prove nothing
 
 
 @pytest.mark.slow
@@ -1098,7 +1108,9 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
 
 @pytest.mark.slow
 def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
-    """As a reward function for SGLang asks: the chat template's ids to /generate, then `text`."""
+    """Send requests like a reward function for SGLang: the chat template's ids to /generate; then read
+    `text`.
+    """
     process, router, urls, _ = vllm
     messages, sampling = (
         [{"role": "user", "content": "Is it so?"}],
@@ -1146,7 +1158,7 @@ def test_vllm_answers_generate_as_sglang_does(vllm, tokenizer):
 
 @pytest.fixture(scope="module")
 def one_killed(vllm):
-    """The answers to 32 requests, 16 on each server, of which one was killed."""
+    """Return the responses to 32 requests, 16 per server, during which one server was killed."""
     process, router, urls, _ = vllm
     body = {
         "model": "judge",
@@ -1164,7 +1176,7 @@ def one_killed(vllm):
     ]
     engines = [engine for server in servers for engine in server.children(recursive=True)]
     with ThreadPoolExecutor(32) as pool:
-        for engine in engines:  # or a quick one is done before the others have been asked
+        for engine in engines:  # otherwise a quick engine might finish early
             engine.suspend()
         asked = [pool.submit(judge, i) for i in range(32)]
         until(lambda: {worker["in_flight"] for worker in ask(router, "/workers")["workers"]} == {16})
@@ -1180,10 +1192,10 @@ def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed
     process, router, urls, _ = vllm
     assert [status for status, _ in one_killed] == [200] * 32
     assert all(json.loads(text)["usage"]["completion_tokens"] == 400 for _, text in one_killed)
-    assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # it did hit requests
+    assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # requests were hit
 
 
-# ---- in Ray, with the stand-in; meanwhile the killed server restarts -----------------------------
+# ---- in Ray, with the stand-in; the killed server restarts in the meantime
 
 DRIVER = """
 import sys, time
@@ -1215,7 +1227,7 @@ def test_named_models_in_ray(stand_in):
     )
 
     def started():
-        """(address of genrm, of rm, the processes of the three servers)"""
+        """Return the addresses of genrm and rm, and the processes of the three servers."""
         line = next(line for line in driver.stdout if line.startswith("up"))
         _, genrm, rm = line.split()
         return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
@@ -1228,7 +1240,7 @@ def test_named_models_in_ray(stand_in):
         genrm, rm, pids = started()
         assert len({pid for pair in pids for pid in pair}) == 6
         assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
-        os.kill(pids[0][0], signal.SIGKILL)  # a server dies, and the actor of another one: both come back
+        os.kill(pids[0][0], signal.SIGKILL)  # kill a server and another one's actor: both come back
         os.kill(psutil.Process(pids[2][0]).ppid(), signal.SIGKILL)
         until(lambda: not alive(pids[0][1]) and not alive(pids[2][1]))
         until(lambda: healthy(rm) == 1 and healthy(genrm) == 2)
@@ -1236,10 +1248,10 @@ def test_named_models_in_ray(stand_in):
         driver.stdin.write("\n")
         driver.stdin.flush()
         assert next(line for line in driver.stdout if line.startswith("down"))
-        # killed in time, but the engines are nobody's children now
+        # The servers were killed in time, but their engines are orphans now.
         until(lambda: not any(map(alive, pids)))
         assert request("GET", f"http://{genrm}/health")[0] == 0
-        genrm, rm, pids = started()  # and now the driver crashes
+        genrm, rm, pids = started()  # now the driver crashes
         driver.kill()
         until(lambda: not any(alive(pid) for pair in pids for pid in pair))
         until(lambda: request("GET", f"http://{genrm}/health")[0] == 0)
@@ -1293,7 +1305,7 @@ def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
     assert [line[0] for line in lines] == ["host", "alone", "back"], driver.stdout + driver.stderr
     (_, before, *first), (_, *alone), (_, after, *last) = lines
     assert first == ["200"] and alone == ["0", "False"] and last == ["200", "False"] and after != before
-    assert "127.0.0.1" not in before + after  # on another node than the router
+    assert "127.0.0.1" not in before + after  # on a different node from the router's
 
 
 @pytest.mark.slow

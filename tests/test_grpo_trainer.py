@@ -1,5 +1,6 @@
-"""The trainer: what it refuses, and whole runs on a tiny model, also runs that are stopped, killed or
-fail."""
+"""The trainer: what it rejects, and whole runs on a tiny model, including runs that are stopped, killed or
+fail.
+"""
 
 import copy
 import dataclasses
@@ -58,7 +59,7 @@ def scored(score, penalty=0.0, **info):
 
 
 def teaches(group, **changes):
-    """Whether dynamic sampling keeps this group."""
+    """Return whether dynamic sampling keeps this group."""
     group = [dataclasses.replace(sample) for sample in group]
     kept = algorithm.set_advantages([group], config_of(**changes), decode, drop_zero_advantages=True)
     assert kept or [sample.advantage for sample in group] == [None] * len(group)
@@ -69,10 +70,10 @@ def test_a_group_teaches_where_scores_differ():
     good, bad, silent = scored(1.0, acc=True), scored(-1.0, acc=False), scored(None, acc=True)
     assert teaches([good, bad, silent])
     assert not teaches([good, good, silent]) and not teaches([bad, bad]) and not teaches([good, silent])
-    # whatever its length cost
+    # The length penalty does not matter.
     late = [good, scored(1.0, penalty=-0.5, acc=True)]
     assert not teaches(late)
-    # without dynamic sampling it learns to be shorter
+    # Without dynamic sampling, the policy learns to write shorter responses.
     assert algorithm.set_advantages([late], config_of(), decode) == [late]
     assert late[0].advantage > 0 > late[1].advantage
 
@@ -109,8 +110,10 @@ def compute_score_baseline(data_source, solution_str, ground_truth, extra_info, 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory, tokenizer):
-    """A folder with a tiny model, a training file and reward functions, and Ray running for all tests of this
-    file."""
+    """Yield a folder with a tiny model, training data and reward functions.
+
+    Ray runs for all tests of this file.
+    """
     import ray
 
     folder = tmp_path_factory.mktemp("workshop")
@@ -168,10 +171,10 @@ def test_learns_a_trivial_task(workshop, rollout):
         rollout=rollout,
         rollout_cpus="0",
         total_steps=40,
-        max_idle_steps=0,  # it may learn all that there is
+        max_idle_steps=0,  # it may learn everything
         train_batch_size=8,
         mini_batch_size=8,
-        # any seed, for vLLM too
+        # Any seed works, also with vLLM.
         group_size=8,
         val_file=(str(workshop / "val.parquet"),),
         val_n=2,
@@ -183,7 +186,7 @@ def test_learns_a_trivial_task(workshop, rollout):
     assert metrics[1]["reward/mean"] < 0.2 and metrics[-1]["reward/mean"] > 0.9
     assert metrics[-1]["val/toy/mean@2"] > metrics[0]["val/toy/mean@2"]
     assert {"val/toy/maj@2", "val/toy/pass@2"} <= set(metrics[-1])
-    # every step's rollouts had the weights of the step before
+    # The rollouts of every step used the current weights.
     assert max(m["rollout/logprob_diff"] for m in metrics[1:]) < 1e-4
     assert rollout == "hf" or all(0 < m["time/sync"] < m["time/step"] for m in metrics[1:])
 
@@ -210,7 +213,7 @@ def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop, monkeypatch
         reward/mean reward/no_verdict actor/entropy actor/grad_norm rollout/logprob_diff response_length/mean
         time/rollout time/reward_wait time/update time/step perf/tokens_per_s
     """
-    # a step in which no reward differs has no gradient
+    # A step in which all rewards are equal has no gradient.
     assert set(expected.split()) <= set().union(*metrics[1:])
     sample = lines_of(folder / "samples.jsonl")[-1]
     assert {
@@ -251,7 +254,9 @@ def test_colocate_gives_the_same_run_as_standalone(workshop):
 
 @pytest.mark.slow
 def test_a_function_of_groups_sees_those_that_the_advantage_is_made_of(workshop):
-    """In training, where each prompt comes twice a step, and in evaluation; in both modes, with refills."""
+    """Test training, in which each prompt occurs twice per step, and evaluation, in both modes and with
+    refills.
+    """
     rows = pq.read_table(workshop / "train.parquet").slice(0, 2)
     pq.write_table(rows, workshop / "two.parquet")
     function = Path(__file__).parent / "reward_functions/groups.py:against_the_mean"
@@ -273,7 +278,7 @@ def test_a_function_of_groups_sees_those_that_the_advantage_is_made_of(workshop)
             assert all(line["reward_extra_info"]["group_texts"] == seen for line in lines)
             if split == "train":
                 assert seen == sorted(line["response"] for line in lines)
-            else:  # of an evaluation's groups the first sample is written
+            else:  # evaluations write the first sample of each group
                 assert len(seen) == 2 and lines[0]["response"] in seen
     assert metrics["standalone"][0]["val/toy/pass@2"] == metrics["colocate"][0]["val/toy/pass@2"]
 
@@ -290,17 +295,17 @@ def test_dynamic_sampling_refills_and_counts_what_it_keeps(workshop):
         assert m["actor/updates"] == 2  # two mini-batches of two prompts each
     assert sum(m["dynamic/prompts"] for m in metrics) >= 4 * 4 + 6
     samples = lines_of(workshop / "dynamic/samples.jsonl")
-    learnt = [s["advantage"] for s in samples if s["advantage"] is not None]  # what was dropped has none
+    learnt = [s["advantage"] for s in samples if s["advantage"] is not None]  # dropped samples have none
     assert len(learnt) == 4 * sum(m["dynamic/kept"] for m in metrics) and all(learnt)
     assert [sum(learnt[i : i + 4]) for i in range(0, len(learnt), 4)] == pytest.approx(
         [0.0] * (len(learnt) // 4), abs=1e-5
     )
     prompts = [s["prompt"] for s in samples if s["split"] == "train"][::4]
-    # an epoch, none left out
+    # The prompts are those of an epoch, without omissions.
     assert len(prompts) == sum(m["dynamic/prompts"] for m in metrics) and len(set(prompts[:32])) == 32
 
-    # It goes on with the prompt after the last one drawn: the same run, when it was stopped after the first
-    # step.
+    # A resumed run continues with the prompt after the last one drawn. It therefore equals the uninterrupted
+    # run if it was stopped after the first step.
     grpo_trainer.train(run_config(workshop, "dynamic_part", **options | {"total_steps": 2}))
     grpo_trainer.train(run_config(workshop, "dynamic_part", **options, resume="auto"))
     assert without_times(lines_of(workshop / "dynamic_part/metrics.jsonl"))[1:] == without_times(metrics)
@@ -317,15 +322,16 @@ def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(worksh
     grpo_trainer.train(run_config(workshop, "nothing_kept", total_steps=1, **options))
     metrics = lines_of(workshop / "nothing_kept/metrics.jsonl")[1]
     assert metrics["dynamic/kept"] == metrics["actor/updates"] == 0 and metrics["dynamic/prompts"] == 12
-    # two groups of the step, not of each of its rounds
+    # The log has two groups of the step, not of each round.
     assert len(lines_of(workshop / "nothing_kept/samples.jsonl")) == 8
-    assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would be noticed all the same
+    assert 0 <= metrics["rollout/logprob_diff"] < 1e-5  # stale weights would still be noticed
 
 
 @pytest.mark.slow
 def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
-    """A discriminative model without a function of one's own; two named models, a tokenizer and the step for
-    one that takes them."""
+    """Test a discriminative model with the default function; then two named models, a tokenizer and the step,
+    with a function that takes them.
+    """
 
     def sevens(path, body):
         return {"data": [{"probs": [body["input"].count("7") / 10]}]}
@@ -383,8 +389,10 @@ def test_stale_weights_stop_the_run(workshop):
 
 @pytest.mark.slow
 def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
-    """In a rollout, at the start of an update, in an evaluation; not in the middle of an update. Then the run
-    goes on."""
+    """The run fails in a rollout, at the start of an update or in an evaluation, and is resumed.
+
+    In the middle of an update, nothing is saved.
+    """
     options = dict(total_steps=4, val_file=(str(workshop / "val.parquet"),), val_every=2, save_every=0)
     grpo_trainer.train(run_config(workshop, "whole_of_four", **options))
     config = run_config(workshop, "fails", **options, resume="auto")
@@ -395,7 +403,7 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
         def failing(*arguments):
             calls["n"] += 1
             if calls["n"] == call:
-                raise aiohttp.ClientOSError(f"cut in {name}")  # no RuntimeError
+                raise aiohttp.ClientOSError(f"cut in {name}")  # not a RuntimeError
             return original(*arguments)
 
         return monkeypatch.setattr(grpo_trainer, name, failing)
@@ -410,13 +418,13 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
     assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1"]
     fail_at("roll_out", 2)  # the evaluation after step 2
     assert run_until_it_fails(aiohttp.ClientOSError) == ["step_1", "step_2"]
-    # the step's own line was written before
+    # The step's line was written before the evaluation.
     assert "val/toy/mean@1" not in lines_of(workshop / "fails/metrics.jsonl")[2]
 
     def out_of_memory(*arguments):
         raise torch.OutOfMemoryError("no memory for the update")
 
-    monkeypatch.setattr(Policy, "update", out_of_memory)  # in step 3, after step 2's evaluation
+    monkeypatch.setattr(Policy, "update", out_of_memory)  # in step 3, after the evaluation of step 2
     assert run_until_it_fails(torch.OutOfMemoryError) == ["step_1", "step_2"]
     step = torch.optim.AdamW.step
 
@@ -426,7 +434,7 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
             out_of_memory()
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step_and_fail)
-    # in the middle the weights are no step's
+    # In the middle of an update, the weights belong to no step.
     assert run_until_it_fails(torch.OutOfMemoryError) == [
         "step_1",
         "step_2",
@@ -443,10 +451,10 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
 
 
 def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")  # a wider terminal gets several columns
+    monkeypatch.setenv("COLUMNS", "100")  # a wider terminal would get several columns
     with pytest.raises(SystemExit):
         grpo_trainer.parse_command_line(args=["--help"])
-    said = capsys.readouterr().out.partition("show this help message")[2]  # without the header's example
+    said = capsys.readouterr().out.partition("show this help message")[2]  # without the example in the header
     settings = dataclasses.fields(grpo_trainer.Config)
     shown = []
     for line in said.splitlines():
@@ -479,11 +487,14 @@ def test_checkpoints_are_written_now_and_then_by_default():
 
 @pytest.mark.slow
 def test_an_evaluation_can_be_interrupted_at_once(workshop):
-    """It may be of thousands of samples: only update, weights and log are held together."""
+    """An evaluation may have thousands of samples.
+
+    Only the update, the weights and the log must be completed.
+    """
     options = dict(val_file=(str(workshop / "val.parquet"),), max_response_length=64, val_n=6000)
     config = run_config(workshop, "long_evaluation", **options)
     process = start_run(config)
-    wait_for_step(config, process, 0)  # written before the evaluation begins
+    wait_for_step(config, process, 0)  # this line is written before the evaluation begins
     process.send_signal(signal.SIGINT)
     assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
 
@@ -511,15 +522,17 @@ def test_a_checkpoint_is_evaluated_when_it_has_gone_further_than_it_should(works
     grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
     lines = lines_of(workshop / "further/metrics.jsonl")
     assert [("val/toy/mean@1" in line) for line in lines] == [False, True]
-    options["val_n"] = 2  # once more, and more closely, after an evaluation
+    options["val_n"] = 2  # evaluate again with more samples
     grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
     line = lines_of(workshop / "further/metrics.jsonl")[-1]
     assert line["step"] == 1 and {"val/toy/mean@1", "val/toy/mean@2", "reward/mean"} <= line.keys()
 
 
 def test_papo_normalises_answer_and_reasoning_apart():
-    """A group that is all right: FAPO's reward and PAPO's process tell the flawed one apart; among wrong ones
-    nothing does."""
+    """If all answers are correct, FAPO's reward and PAPO's process reward distinguish the flawed one.
+
+    Among wrong answers, nothing does.
+    """
     papo = config_of(advantage="papo")
     right, flawed = dict(acc=True, flawed_positive=False), dict(acc=True, flawed_positive=True)
     group = [
@@ -536,7 +549,7 @@ def test_papo_normalises_answer_and_reasoning_apart():
     long = [scored(1.0, penalty=penalty, **right) for penalty in (0.0, -0.5, 0.0, 0.0)]
     algorithm.set_advantages([long], papo, decode)  # the length penalty is part of the outcome
     assert long[1].advantage < 0 < long[0].advantage
-    # A right answer whose penalty makes its outcome 0 or less is a right answer: its reasoning counts.
+    # A correct answer stays correct if its penalty makes the outcome 0 or less, so its reasoning counts.
     late = [scored(1.0, penalty=-1.0, **right), scored(1.0, penalty=-1.0, **flawed)]
     algorithm.set_advantages([late], papo, decode)
     assert late[0].advantage > 0.5 > -0.5 > late[1].advantage
@@ -546,25 +559,28 @@ def test_papo_normalises_answer_and_reasoning_apart():
 
 
 def decode(ids):
-    """A token for each character; those below 0 are special."""
+    """Decode one character per token. Negative tokens are special."""
     return "".join(chr(token) for token in ids if token >= 0)
 
 
 def written(text, score, first_wrong, **info):
-    """A sample of this text and an end token, to a prompt of two tokens."""
+    """Return a sample with this text and an end token, for a prompt of two tokens."""
     sample = scored(score, first_wrong=first_wrong, acc=score is not None and score >= 0, **info)
     return dataclasses.replace(sample, prompt_ids=[5, 6], response_ids=[*map(ord, text), -1], text=text)
 
 
 def credited(group, **changes):
-    """The advantages of each sample's tokens, or its one advantage, as a step would set them."""
+    """Return the advantages of each sample's tokens, or its single advantage, as a step would set them."""
     config = config_of(**changes)
     algorithm.set_advantages([group], config, decode)
     return [sample.token_advantages or sample.advantage for sample in group]
 
 
 def a_group():
-    """Right; flawed; wrong; wrong, and nobody knows where; no verdict. The prefix is 3 of 5 tokens."""
+    """Return samples: correct; flawed; wrong; wrong at an unknown place; no verdict.
+
+    The prefix is 3 of 5 tokens.
+    """
     return [
         written("1\n\n2", 1.0, -1),
         written("1\n\n2", 0.0, 1),
@@ -578,39 +594,44 @@ def test_credit_for_the_good_prefix_blames_no_token_before_the_first_wrong_parag
     std = math.sqrt((1.25**2 + 0.25**2 + 2 * 0.75**2) / 3) + 1e-6  # of 1, 0, -1, -1
     right, flawed, wrong, unknown, silent = credited(a_group(), credit="prefix")
     assert right == pytest.approx([1.25 / std] * 5)
-    assert flawed == pytest.approx([0.25 / std] * 5)  # what is praised is praised as a whole
+    assert flawed == pytest.approx([0.25 / std] * 5)  # a positive advantage applies to the whole response
     assert wrong == pytest.approx([0, 0, 0, -0.75 / std, -0.75 / std])
     assert unknown == pytest.approx([-0.75 / std] * 5) and silent is None
-    by_default = credited(a_group())  # nobody looks
+    by_default = credited(a_group())  # prefixes are not used
     assert by_default == [pytest.approx(x / std) for x in (1.25, 0.25, -0.75, -0.75)] + [None]
     (missing, _) = credited([written("1\n\n2", -1.0, 2), written("1", 1.0, -1)], credit="prefix")
-    # a paragraph is missing: the end token came too early
+    # A paragraph is missing because the end token came too early.
     assert missing[:4] == [0] * 4 and missing[4] < 0
 
 
 def test_vppo_by_hand():
-    """The flawed one has score 0 and is not right. Values: 1; 0.5 on 3 of 5 tokens, twice; 0. Mean 0.4."""
+    """The flawed sample scores 0 and is not correct.
+
+    The values are 1; 0.5 on 3 of 5 tokens, twice; 0. The mean is 0.4.
+    """
     mean = (1 + 2 * 0.5 * 3 / 5) / 4
     right, flawed, wrong, unknown, silent = credited(a_group(), advantage="vppo", prefix_cut=0.0)
     assert right == pytest.approx([1 - mean] * 5) and silent is None
     assert flawed == wrong == pytest.approx([0.5 - mean] * 3 + [-mean] * 2)
     assert unknown == pytest.approx([-mean] * 5)
-    short = credited(a_group(), advantage="vppo", prefix_cut=1.0)  # by the prompt's two tokens
+    short = credited(a_group(), advantage="vppo", prefix_cut=1.0)  # cut by the prompt's two tokens
     assert short[2] == pytest.approx([0.5 - 1.2 / 4] + [-1.2 / 4] * 4)
     assert credited(a_group(), advantage="vppo", prefix_cut=9.0)[2] == pytest.approx([-0.25] * 5)
-    # eq. 8: a good prefix is not blamed, however good the others are
+    # By equation 8, a good prefix is not blamed, even if the other samples are better.
     good = [written("1\n\n2", 1.0, -1) for _ in range(3)] + [written("1\n\n2", -1.0, 1)]
     assert credited(copy.deepcopy(good), advantage="vppo", prefix_cut=0.0)[3][0] < 0
     spared = credited(good, advantage="vppo", prefix_cut=0.0, credit="prefix")[3]
     assert spared[:3] == [0] * 3 and spared[3] < 0
-    # what the length cost belongs to the outcome
+    # The length penalty is part of the outcome.
     late = [written("1\n\n2", 1.0, -1), written("1\n\n2", 1.0, -1, overlong_penalty=-0.5)]
     late[1].result["reward_score"] = 0.5
     assert credited(late, advantage="vppo") == [pytest.approx([x] * 5) for x in (0.25, -0.25)]
 
 
 def test_vppo_spares_the_part_of_the_good_prefix_that_it_does_not_pay():
-    """Three segments: paid (one of three good tokens, the prompt has two), spared, blamed."""
+    """There are three segments: rewarded (one of three good tokens, because the prompt has two), spared,
+    blamed.
+    """
     paid, *spared_and_blamed = credited(a_group(), advantage="vppo", credit="prefix")[2]
     mean = (1 + 2 * 0.5 * 1 / 5) / 4
     assert paid == pytest.approx(0.5 - mean) and paid > 0
@@ -618,20 +639,22 @@ def test_vppo_spares_the_part_of_the_good_prefix_that_it_does_not_pay():
 
 
 def test_scores_of_steps_by_hand():
-    """Of each paragraph its own and later scores, normalised over the group's paragraphs; and the outcome."""
+    """A token gets the scores of its own and later paragraphs, normalised over the group's paragraphs, plus
+    the outcome.
+    """
     group = [
         written("1\n\n2", 1.0, None, step_scores=[1.0, 1.0]),
         written("1\n\n2", -1.0, None, step_scores=[1.0, 0.0]),
-        written("1\n\n2", 1.0, None, step_scores=None),  # nobody scored its steps: no verdict
+        written("1\n\n2", 1.0, None, step_scores=None),  # unscored steps: no verdict
         written("1\n\n2", None, None, step_scores=[5.0, 5.0]),
     ]
     first, second, unscored, silent = credited(group, advantage="steps")
-    outcome = 1 / (math.sqrt(2) + 1e-6)  # sample deviation of 1, -1
-    high, low = 0.25 / (0.5 + 1e-6), -0.75 / (0.5 + 1e-6)  # of 1, 1, 1, 0: mean 0.75, deviation 0.5
+    outcome = 1 / (math.sqrt(2) + 1e-6)  # sample std of 1, -1
+    high, low = 0.25 / (0.5 + 1e-6), -0.75 / (0.5 + 1e-6)  # of 1, 1, 1, 0: mean 0.75, std 0.5
     assert first == pytest.approx([outcome + 2 * high] * 3 + [outcome + high] * 2)
     assert second == pytest.approx([-outcome + high + low] * 3 + [-outcome + low] * 2)
     assert unscored is None and group[2].result["status"] == "no_verdict" and silent is None
-    # a paragraph more than scores learns from the outcome alone; a score more than paragraphs is left out
+    # A paragraph without a score learns only from the outcome. A score without a paragraph is ignored.
     group = [
         written("1\n\n2", 1.0, None, step_scores=[1.0]),
         written("1\n\n2", -1.0, None, step_scores=[0.0, 0.0, 7.0]),
@@ -664,7 +687,7 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
     message = rf"no result has the key {absent}, .* keys are score, acc, pred\); see docs"
     with pytest.raises(RuntimeError, match=message):
         algorithm.set_advantages([samples], config_of(**changes), decode, require_keys=True)
-    # later there may be samples of which the function has nothing to say, and no verdicts are told elsewhere
+    # At later steps, no sample may have a usable value, and missing verdicts are reported elsewhere.
     algorithm.set_advantages([samples], config_of(**changes), decode)
     algorithm.set_advantages([samples[1:]], config_of(**changes), decode, require_keys=True)
 
@@ -694,13 +717,13 @@ def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
     wrong.result["reward_extra_info"]["acc"] = early.result["reward_extra_info"]["acc"] = False
     for advantage in ("grpo", "dr_grpo", "papo"):
         assert not teaches([wrong, wrong], advantage=advantage)
-    # VPPO: the prefix up, the rest down, also where all went wrong in the same place
+    # VPPO raises the prefix and lowers the rest, even if all samples are wrong at the same place.
     assert teaches([wrong, wrong], advantage="vppo") and teaches([wrong, early], advantage="vppo")
     assert not teaches([early, early], advantage="vppo")
     assert not teaches([right, right], advantage="vppo")
     terms = dict(advantage="terms", reward_terms=("first_wrong=1",))
     assert teaches([wrong, early], **terms) and not teaches([early, early], **terms)
-    # the length penalty is left aside, also where it is a term
+    # The length penalty is ignored, even if it is a reward component.
     late = [scored(1.0, acc=True), scored(1.0, penalty=-0.5, acc=True)]
     late[0].result["reward_extra_info"]["overlong_penalty"] = 0.0
     terms = dict(advantage="terms", reward_terms=("acc=1", "overlong_penalty=1"))
@@ -709,8 +732,10 @@ def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
 
 
 def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
-    """All right with equal scores, as of a function that only measures: FAPO learns nothing, PAPO from the
-    reasoning."""
+    """All answers are correct with equal scores, as with a function that only measures.
+
+    FAPO learns nothing, and PAPO learns from the reasoning.
+    """
     group = [scored(1.0, acc=True, flawed_positive=flawed) for flawed in (True, False, False)]
     assert not teaches(group) and teaches(group, advantage="papo")
     assert not teaches(group[1:], advantage="papo")
@@ -721,7 +746,7 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
     [(True, True), (1, True), (1.0, True), (0.5, False), ("yes", None), (0, False), (None, None)],
 )
 def test_what_counts_as_right(acc, right):
-    """PAPO takes its outcome from `acc` (None: no verdict); the sample beside it is wrong."""
+    """PAPO takes its outcome from `acc` (None: no verdict). The other sample is wrong."""
     group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
     algorithm.set_advantages([group], config_of(advantage="papo"), decode)
     if right is None:
@@ -732,15 +757,15 @@ def test_what_counts_as_right(acc, right):
 
 @pytest.mark.slow
 def test_papo_without_a_judge_stops_instead_of_learning_nothing(workshop):
-    """A right answer whose reasoning nobody judged has no verdict."""
-    val_file = (str(workshop / "val.parquet"),)  # where nobody has to judge
+    """A correct answer has no verdict if its reasoning was not judged."""
+    val_file = (str(workshop / "val.parquet"),)  # which needs no judge
     options = dict(advantage="papo", reward_fn=f"{workshop}/reward.py:always_right", val_file=val_file)
     with pytest.raises(RuntimeError, match="step 1: 100% of the samples that needed a verdict have none"):
         grpo_trainer.train(run_config(workshop, "papo", **options))
 
 
 def test_what_depends_on_the_machines():
-    """On CPU everything can be in this process; on GPUs Ray places it all."""
+    """On a CPU, everything can run in this process. On GPUs, Ray places all processes."""
     for changes, gpus, expected in (
         (dict(), 0, ("cpu", "hf")),
         (dict(rollout="vllm"), 0, ("cpu", "vllm")),
@@ -791,12 +816,11 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
     assert seen == [True, False]
 
 
-# ------------------------------------------------------------------------------------------------ runs that
-# are interrupted
+# ---- runs that are interrupted
 
 
 def start_run(config, *script):
-    """The run as a process of its own, through the command line."""
+    """Start the run in a separate process, through the command line."""
     arguments = []
     for name, value in dataclasses.asdict(config).items():
         if value is not None and value is not False and value != ():
@@ -812,7 +836,7 @@ def start_run(config, *script):
 
 
 def wait_for_step(config, process, step):
-    """Until metrics.jsonl has the line of this step."""
+    """Wait until metrics.jsonl has the line of this step."""
     path, patience = Path(config.out_dir, "metrics.jsonl"), time.monotonic() + 400
     while not path.is_file() or not re.search(f'{{"step": {step}[,}}]', path.read_text()):
         assert process.poll() is None and time.monotonic() < patience, Path(
@@ -823,7 +847,7 @@ def wait_for_step(config, process, step):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(workshop):
-    """SIGKILL three times, in the middle of whatever happens to go on."""
+    """Send SIGKILL three times, at random moments."""
     options = dict(
         total_steps=15,
         save_every=1,
@@ -841,7 +865,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     for _ in range(3):
         process = start_run(config)
         wait_for_step(config, process, reached + 1)
-        # of step 1, which may take a moment
+        # The checkpoint of step 1 may take a moment.
         while not run_folder.checkpoints_in(workshop / "killed/checkpoints"):
             time.sleep(0.02)
         time.sleep(rng.uniform(0, 1.0))
@@ -888,7 +912,7 @@ def test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not():
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt), interrupts.held():
             signal.raise_signal(signal.SIGTERM)
-            held = True  # nothing yet
+            held = True  # nothing has happened yet
         assert held
         with pytest.raises(KeyboardInterrupt), interrupts.held():
             signal.raise_signal(signal.SIGINT)
@@ -916,8 +940,7 @@ def test_ctrl_c_that_python_ignores_in_a_destructor_ends_the_run_after_the_step(
 
 @pytest.mark.slow
 def test_a_full_disk_costs_no_earlier_checkpoint(workshop):
-    """A limit on the size of files stands in for a full disk: the kernel refuses the write in the same
-    place."""
+    """A limit on file sizes simulates a full disk: the kernel rejects the write in the same place."""
     config = run_config(workshop, "full", total_steps=1)
     grpo_trainer.train(config)
     code = f"""
@@ -965,7 +988,7 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop, model):
     names = ("weights", "gradients", "Adam", "reference model")
     assert [estimate[name] for name in names] == pytest.approx([size, size, 2 * size, size])
     sizes = []
-    for tokens in (0, 2048, 4096):  # 0: what the policy takes on a CPU
+    for tokens in (0, 2048, 4096):  # 0: the policy's default on a CPU
         changed = dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
         sizes.append(estimate_memory(changed, "cpu")["update: activations of a micro-batch"])
     assert sizes[0] == sizes[1] and 1.5 < sizes[2] / sizes[1] <= 2
@@ -1034,7 +1057,7 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, chan
 
 
 def prepared(folder, tiny, tokenizer, **changes):
-    """A Run that has checked and read its input and not started anything."""
+    """Return a Run that has checked and read its input, but has not started anything."""
     tiny.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = random.Random(0)
@@ -1092,7 +1115,7 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
         source += Path(name).read_text().replace("options.", "config.")
     for name in ("grpo_trainer.py", "run.py", "run_folder.py", "causal_lm.py", "cluster/ranks.py"):
         source += Path(name).read_text()
-    shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read in reward_loop.py
+    shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read by reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):
         if field.name in shared:
             continue
@@ -1102,7 +1125,7 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
 
 
 def test_arguments_for_vllm_can_be_given_as_the_help_says():
-    """They begin with dashes: only with a = does the command line take them for a value."""
+    """Such arguments begin with dashes, so the command line accepts them as values only after "="."""
     import tyro
 
     text = Path("settings.py").read_text() + Path("reward_loop.py").read_text()

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: rows, the tasks' own verifiers, tasks that are not offered, a second attempt."""
+"""Tasks of reasoning-gym: rows, the tasks' verifiers, rejected tasks, and a second attempt."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def sums():
-    """The rows of chain_sum with seed 1. The first problem is 4 - 1 - 7, the second 1 + 5."""
+    """Return the rows of chain_sum with seed 1. The first problem is 4 - 1 - 7, and the second is 1 + 5."""
     splits = tasks.make_rows("chain_sum", {"seed": 1, "size": 40})
     return {row["extra_info"]["index"]: row for rows in splits.values() for row in rows}
 
@@ -55,7 +55,7 @@ def test_rows_name_their_task_seed_index_and_settings(tmp_path):
 
 
 def test_no_question_is_in_both_splits_and_held_out_questions_differ():
-    """Two one-digit terms make 200 questions at most, so each comes up many times."""
+    """Two one-digit terms allow at most 200 questions, so each occurs many times."""
     settings = {"size": 2000, "seed": 3, "max_terms": 2, "max_digits": 1}
     splits = tasks.make_rows("chain_sum", settings)
     questions = {}
@@ -73,8 +73,8 @@ def test_no_question_is_in_both_splits_and_held_out_questions_differ():
         ("\\boxed{ -4.0 }", 1.0),  # the verifier compares decimals
         ("\\boxed{5}, no: \\boxed{-4}", 1.0),
         ("<answer>5</answer> <answer>-4</answer>", 1.0),
-        ("<answer>-4</answer> \\boxed{5}", 0.0),  # a box goes first
-        ("\\boxed{so -4 it is}", 2 / 11),  # the verifier's partial credit: the share of the right characters
+        ("<answer>-4</answer> \\boxed{5}", 0.0),  # a box takes precedence
+        ("\\boxed{so -4 it is}", 2 / 11),  # the verifier's partial credit: fraction of correct characters
         ("\\boxed{5}", 0.0),
         ("\\boxed{-4", 0.0),
         ("-4", 0.0),
@@ -106,7 +106,7 @@ def test_a_row_of_another_version_is_an_error_and_no_score(sums):
 
 
 def test_tasks_that_evaluate_the_answer_are_rejected():
-    """All of the installed package, so that a later version cannot bring another one unnoticed."""
+    """Check all tasks of the installed package, so that a new version cannot silently add one."""
     from reasoning_gym.factory import DATASETS
 
     found = set()
@@ -123,7 +123,9 @@ def test_tasks_that_evaluate_the_answer_are_rejected():
 
 @pytest.mark.slow
 def test_what_is_offered_is_the_same_in_every_process():
-    """Sets and hashes of strings differ between processes; a worker has to make the trainer's problem."""
+    """Sets and hashes of strings differ between processes, but a worker has to generate the same problem as
+    the trainer.
+    """
     code = (
         "import sys, zlib; from recipes import gym_tasks as tasks;"
         "from reasoning_gym.factory import DATASETS\n"
@@ -167,7 +169,7 @@ def test_a_task_cannot_be_given_twice(tmp_path):
 
 @pytest.mark.parametrize(("said", "turns"), [("\\boxed{-4}", 1), ("\\boxed{5}", 3), ("5", 3)])
 def test_the_policy_answers_again_unless_the_verifier_is_content(sums, said, turns, model, tokenizer):
-    """The model is untrained, so what it says first is put into its place."""
+    """The model is untrained, so the test provides its first answer."""
 
     async def with_first_answer(trajectory, data_source, ground_truth, extra_info):
         generate = trajectory.generate

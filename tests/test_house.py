@@ -1,4 +1,4 @@
-"""Who imports whom: the top level stands without the folders below it."""
+"""Which files import which: the top level does not depend on the folders below it."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ FOLDERS = ("toy", "tools", "cluster")
 
 @pytest.mark.parametrize("path", TOP, ids=lambda path: path.name)
 def test_the_top_level_imports_nothing_from_a_folder(path):
-    """When it is imported; a function may, where a flag asks for it."""
+    """This holds at import time; functions may import a folder if a flag requires it."""
     imported = set()
     for node in ast.parse(path.read_text()).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -27,7 +27,8 @@ def test_the_top_level_imports_nothing_from_a_folder(path):
     assert not imported & set(FOLDERS)
 
 
-# One process for all, as torch, Ray and vLLM take seconds; what is ours is imported anew for each.
+# All scripts are imported in one process, because torch, Ray and vLLM take seconds. Our modules are imported
+# anew for each script.
 EACH = """
 import runpy, sys
 from pathlib import Path
@@ -46,7 +47,7 @@ for file in sorted(root.glob("benchmarks/*.py")):
 
 @pytest.mark.slow
 def test_each_benchmark_finds_the_scripts():
-    """Started as its header says: Python looks beside it, not here."""
+    """The benchmark is started as its header says, so Python searches its folder and not this one."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", EACH]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -76,7 +77,9 @@ def test_help_imports_nothing_that_takes_seconds(name):
 
 
 def names_of_our_modules(path):
-    """Names that a script imports, reads or patches in this repository's modules, such as policy.Sample."""
+    """Return the names that a script imports, reads or patches in this repository's modules, such as
+    policy.Sample.
+    """
     tree = ast.parse(path.read_text())
     modules, wanted = {}, set()
     ours = {script.removesuffix(".py") for script in SCRIPTS} | set(FOLDERS)
@@ -104,14 +107,14 @@ def names_of_our_modules(path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/**/*.py")), ids=lambda path: path.stem)
 def test_the_names_that_a_benchmark_imports_or_patches_exist(path):
-    """Renaming a function breaks a benchmark that no other test runs."""
+    """Renaming a function could break a benchmark that no other test runs."""
     for module, name in sorted(names_of_our_modules(path)):
         value = importlib.import_module(module)
         for part in name.split("."):
             if not isinstance(value, (type, type(importlib))):
                 break  # attributes of other objects are not checked
             if (ROOT / module / f"{part}.py").exists():
-                break  # a module of a folder
+                break  # a module in a folder
             assert hasattr(value, part), f"{path.name} uses {module}.{name}"
             value = getattr(value, part)
 

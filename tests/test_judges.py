@@ -1,4 +1,4 @@
-"""The functions of docs/judges.py beside judges that play a script."""
+"""The functions in docs/judges.py with scripted judges."""
 
 import asyncio
 import json
@@ -23,7 +23,11 @@ ABOUT = dict(data_source="math", ground_truth="2", extra_info={"question": "1+1?
 
 
 def ask(function, responses, *addresses, **settings):
-    """The results; addresses: of the reward models `judge`, then `audit` and `strict`, which are one."""
+    """Return the results.
+
+    The addresses are those of the reward models `judge` and then `audit` and `strict`, which are the same
+    server.
+    """
     models = {"reward_router_address": addresses[0]}
     if function in (judges.audited, judges.two_judges):
         named = dict(zip(("judge", "audit"), addresses))
@@ -69,9 +73,9 @@ def test_a_share_of_what_the_judge_lets_pass_is_asked_of_a_second_one(serve):  #
         if result["audited"]:
             assert result["audit_flawed"] == text.startswith("hidden")
         assert not (result["audited"] and text.startswith(("caught", "wrong")))
-    judges.seen.clear()  # another run
+    judges.seen.clear()  # a new run
     again = ask(judges.audited, responses, first.address, second.address, share=0.2, step=7)
-    assert again == results  # drawn at random, and the same
+    assert again == results  # drawn at random, but identical
     other = ask(judges.audited, responses, first.address, second.address, share=0.2, step=8)
     assert [result["audited"] for result in other] != [result["audited"] for result in results]
     json.dumps(results)
@@ -122,7 +126,7 @@ def test_without_the_strict_judges_word_there_is_no_verdict(serve):  # noqa: F81
 
 @pytest.mark.parametrize("said, verdict", [
     ("1 -1 1", (0.0, True, 1, 2 / 3)), ("-1 -1 -1", (1.0, False, -1, 1.0)),
-    ("-1 -1 ?", (1.0, False, -1, 2 / 3)),  # most of three, though one said nothing
+    ("-1 -1 ?", (1.0, False, -1, 2 / 3)),  # two of three, although one gave no verdict
     ("-1 1 ?", (None, None, None, None)), ("? ? -1", (None, None, None, None)),
 ])  # fmt: skip
 def test_most_of_three_votes(serve, said, verdict):  # noqa: F811
@@ -184,7 +188,7 @@ def test_a_checklist_is_graded(serve):  # noqa: F811
     assert shares == pytest.approx([0, 1 / 3, 1, None, False])
     assert results[1]["met_1"] and not results[1]["met_2"] and results[3]["genrm_status"] == "unparsable"
     assert calls(server) == 4
-    # As it is for PAPO: the better the reasoning of a right answer, the more it gets.
+    # PAPO uses this: the better the reasoning of a correct answer, the larger its advantage.
     group = []
     for result in results:
         whole = {"reward_score": result["score"], "reward_extra_info": result, "status": "ok"}
@@ -207,4 +211,4 @@ def test_a_row_may_have_a_checklist_of_its_own(serve):  # noqa: F811
     assert asked == {True: 1} and result["score"] == 0.0 and result["met_1"] is False
     (result,) = ask(judges.rubric, [RIGHT], server.address, extra_info=extra | {"split": "test"})
     assert result["score"] == 1.0 and calls(server) == 1
-    assert result["flawed_positive"] is None  # judged by nobody: not in the rate
+    assert result["flawed_positive"] is None  # not judged, so excluded from the rate

@@ -1,4 +1,4 @@
-"""The schedules of recipes/lambda_schedule.py: scores worked out by hand."""
+"""The schedules in recipes/lambda_schedule.py: scores computed by hand."""
 
 import pytest
 
@@ -22,9 +22,9 @@ def test_the_loop_takes_each_schedule(name):
     ("settings", "steps", "scores"),
     [
         ({}, (0, 1, 20, 21, 40), (1, 1, 1, 0, 0)),  # a penalty of 1 from step 21 on
-        ({"penalty": 2.0}, (20, 21), (1, -1)),  # then worth as much as a wrong answer
+        ({"penalty": 2.0}, (20, 21), (1, -1)),  # then as bad as a wrong answer
         ({"first": 0, "ramp": 20}, (0, 1, 10, 20, 40), (1, 0.95, 0.5, 0, 0)),  # from 0 to 1 in twenty steps
-        ({"first": 5, "ramp": 0}, (5, 6), (1, 0)),  # at once, as with a ramp of 1
+        ({"first": 5, "ramp": 0}, (5, 6), (1, 0)),  # at once, as with ramp = 1
         ({"first": 10, "ramp": 4, "penalty": 2.0}, (10, 11, 14), (1, 0.5, -1)),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_flawed_positive_costs_more_from_step_to_step(settings, steps, scores)
     [
         (3, 4, 1, 1),
         (1, 4, 3, 0),
-        (2, 4, 2, 0),  # as many
+        (2, 4, 2, 0),  # equally many
         (0, 4, 4, 0),
         (4, 4, 0, 1),
         (0, 8, 0, 0),

@@ -1,4 +1,6 @@
-"""Adapters (LoRA): what learns and what stays, the reference without them, files that others read."""
+"""LoRA adapters: what is trained and what stays frozen, the reference without adapters, and files for other
+programs.
+"""
 
 import copy
 import json
@@ -25,7 +27,7 @@ IDS = torch.arange(3, 40)[None]
 
 
 def learnt(model, steps=1, **changes):
-    """A policy with adapters that have learnt, and the samples of its last step."""
+    """Return a policy with trained adapters, and the samples of its last step."""
     policy = policy_of(model, lora_rank=4, **changes)
     for seed in range(steps):
         samples = a_step(policy.model, seed=seed)
@@ -34,7 +36,7 @@ def learnt(model, steps=1, **changes):
 
 
 def test_only_adapters_learn_and_what_is_served_computes_the_same(model):
-    """At first they change nothing. Names and shapes of the weights are those of the model without any."""
+    """New adapters change nothing. The weights have the same names and shapes as without adapters."""
     fresh = policy_of(model, lora_rank=4)
     assert torch.equal(fresh.model(IDS).logits, model(IDS).logits)
     policy, _ = learnt(model)
@@ -69,14 +71,14 @@ def test_a_layers_weight_is_its_own_plus_alpha_by_rank_times_b_a(model):
 
 
 def test_the_reference_is_the_model_without_adapters(model):
-    """The same update as with a reference model of its own; no second model is held."""
+    """The update equals one with a separate reference model, although no second model is kept."""
     policies = [with_sgd(policy_of(model, lora_rank=4, kl_coef=0.5)) for _ in range(2)]
     assert policies[0].reference is policies[0].model
     policies[1].reference = copy.deepcopy(model)
     policies[1].setup_model(policies[1].reference)
     samples, found = a_step(model), []
     for policy in policies:
-        policy.update(groups_of(samples), lr=1.0)  # the adapters leave zero
+        policy.update(groups_of(samples), lr=1.0)  # the adapters are no longer 0
         metrics = policy.update(groups_of(samples), lr=1.0)
         found.append((metrics, [p.detach().clone() for p in policy.model.parameters()]))
     assert found[0][0]["actor/kl_to_reference"] > 1e-3
@@ -101,8 +103,9 @@ def test_shared_prompts_and_checkpointing_give_the_same_update(model, monkeypatc
 
 
 def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, tmp_path):
-    """And the merged folder holds what the servers had; a policy goes on from a checkpoint as if nothing had
-    happened."""
+    """The merged folder contains the weights that the servers had, and a policy resumes seamlessly from a
+    checkpoint.
+    """
     base, saved, out = write_model(tmp_path / "base", model, tokenizer), tmp_path / "saved", tmp_path / "out"
     policy = Policy(config_of(model=base, lora_rank=4), base, CPU)
     samples = a_step(model)
@@ -161,12 +164,14 @@ def test_a_tied_head_has_no_adapter_and_is_served_as_it_is(model):
 
 
     with pytest.raises(ValueError, match="lm_head is a Linear, not a plain linear layer with its own weight"):
-        # merged it would change the embedding
+        # Merging it would change the embedding.
         policy_of(tied, lora_rank=4, lora_targets=("q_proj", "lm_head"))
 
 
 def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merging(tmp_path, tokenizer):
-    """No max_position_embeddings (Bloom), and a temperature that transformers reads and does not write."""
+    """The model may lack max_position_embeddings (Bloom), or have a temperature that transformers reads but
+    does not write.
+    """
     shape = BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=1, n_head=2)
     base = Path(write_model(tmp_path / "base", AutoModelForCausalLM.from_config(shape), tokenizer))
     (base / "generation_config.json").write_text('{"temperature": 0.7}')
@@ -187,7 +192,7 @@ def test_targets_that_are_in_no_layer_are_named(model):
 
 @pytest.mark.parametrize("some_more", [0, 1])
 def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, some_more):
-    """Neither left out nor begun anew in silence."""
+    """Adapters must not be silently dropped or reinitialised."""
     targets = [("q_proj", "v_proj"), ("q_proj",)]
     before, after = targets[some_more], targets[1 - some_more]
     policy_of(model, lora_rank=4, lora_targets=before).save(tmp_path)
@@ -199,10 +204,10 @@ def test_adapters_of_a_checkpoint_are_those_that_the_run_has(model, tmp_path, so
 
 
 def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_path):
-    """With another alpha the same adapters are another policy, and nothing else would tell."""
+    """With a different alpha, the same adapters are a different policy, and nothing else would reveal it."""
     policy_of(model, lora_rank=4, lora_alpha=64).save(tmp_path)
     model.save_pretrained(tmp_path / "base")
-    config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # whose alpha is 8
+    config = config_of(model=str(tmp_path / "base"), lora_rank=4)  # with alpha 8
     message = r"--lora-alpha .*: do not match .* \(rank 4, alpha 64\); pass the same"
     with pytest.raises(ValueError, match=message):
         Policy(config, str(tmp_path), CPU)
@@ -214,7 +219,7 @@ def test_a_run_that_goes_on_with_another_rank_or_alpha_is_refused(model, tmp_pat
 
 
 def test_a_run_says_which_layers_have_adapters(model):
-    """Where experts are no linear layers, all-linear leaves most of the model as it is."""
+    """If experts are not linear layers, all-linear leaves most of the model unchanged."""
     assert policy_of(model).model_info()["adapters"] == ""
     for targets in (("v_proj",), ("q_proj", "v_proj")):
         text = policy_of(model, lora_rank=4, lora_targets=targets).model_info()["adapters"]
@@ -228,7 +233,7 @@ def test_a_run_says_which_layers_have_adapters(model):
 
 @pytest.mark.slow
 def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch):  # noqa: F811
-    """Merges that died before they began and in their middle; and a base model that has moved since."""
+    """Test merges that died before or during the work, and a base model that has moved since."""
     folder = workshop / "moves"
     shutil.copytree(workshop / "model", folder / "one")
     options = dict(lora_rank=8, lr=2e-2, resume="auto")
@@ -245,7 +250,7 @@ def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch
             patched.setattr(transformers, dies, None)
             with pytest.raises(AttributeError):
                 train(2, "two")
-        if dies == "AutoModelForCausalLM":  # what is there is not that of step 1
+        if dies == "AutoModelForCausalLM":  # the existing model is not that of step 1
             assert not Path(workshop, "moving/merged/model.safetensors").exists()
     second = train(2, "two")
     saved = Path(workshop, "moving/checkpoints/step_2")
@@ -262,10 +267,10 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(works
     stopped = run_config(workshop, "lora_stopped", total_steps=4, **options)
     grpo_trainer.train(whole)
     grpo_trainer.train(run_config(workshop, "lora_stopped", total_steps=2, **options))
-    with pytest.raises(ValueError, match="--lora-rank 0: does not match .*step_2"):  # no model by itself
+    with pytest.raises(ValueError, match="--lora-rank 0: does not match .*step_2"):  # not a model by itself
         grpo_trainer.train(run_config(workshop, "lora_stopped", **options | {"lora_rank": 0}))
     grpo_trainer.train(stopped)
-    shutil.rmtree(Path(stopped.out_dir, "merged"))  # as if the disk had been full then
+    shutil.rmtree(Path(stopped.out_dir, "merged"))  # as if the disk had been full
     grpo_trainer.train(stopped)
     metrics = [without_times(lines_of(Path(c.out_dir, "metrics.jsonl"))) for c in (whole, stopped)]
     assert metrics[0] == metrics[1] and any(line.get("actor/updates") for line in metrics[0])

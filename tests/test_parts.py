@@ -1,4 +1,6 @@
-"""Parts that can be taken away: each file, with those that its header names, works in an empty folder."""
+"""Parts that can be used alone: each file works in an empty folder, together with the files that its header
+names.
+"""
 
 import ast
 import dataclasses
@@ -23,7 +25,7 @@ from tiny import config_of, write_model
 
 import reward_loop
 
-WHOLE = ("grpo_trainer.py", "run.py")  # these two need nearly all of the others
+WHOLE = ("grpo_trainer.py", "run.py")  # these two need nearly all other files
 PARTS = [path.name for path in TOP if path.name not in WHOLE]
 
 
@@ -32,7 +34,7 @@ def header_of(name):
 
 
 def needs(name):
-    """(the files that a copy needs, what more it may use), as the header says it.
+    """Return (the files that a copy needs, the files that it may use), according to the header.
 
     "Needs A.py and B.py; for C D.py." or "This file imports nothing from this repository except D.py ...".
     """
@@ -48,7 +50,9 @@ def needs(name):
 
 
 def imports_of(name):
-    """(our files that are imported with this one, those that a function or an attempt may import later)."""
+    """Return (our files that are imported with this one, our files that a function or a try block may import
+    later).
+    """
     tree, at_once, later = ast.parse((ROOT / name).read_text()), set(), set()
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -60,7 +64,7 @@ def imports_of(name):
 
 
 def all_imports_of(name):
-    """The files that are imported when this one is."""
+    """Return the files that are imported with this one."""
     found, waiting = set(), [name]
     while waiting:
         new = imports_of(waiting.pop())[0] - found
@@ -77,12 +81,12 @@ def test_a_header_names_what_its_file_imports(name):
     assert {one for one in later - always if not {one, one.split("/")[0] + "/"} & sometimes} == set()
 
 
-# ------------------------------------------------------------------------------------ each in an empty folder
+# ---- each part in an empty folder
 
 
 @pytest.fixture(scope="module")
 def ray_address():
-    """One Ray for all."""
+    """Share one Ray cluster among all tests."""
     reward_loop.connect_ray()
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -90,7 +94,7 @@ def ray_address():
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """Copies a file with those that it needs into an empty folder, where commands then run."""
+    """Copy a file and the files that it needs into an empty folder, where commands then run."""
     for name in ("PYTHONPATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -105,7 +109,7 @@ def alone(tmp_path, monkeypatch):
 
 
 def run(*command, **env):
-    """What a command of the folder prints. Its files come from there: the repository is on no path."""
+    """Run a command in the folder and return what it prints. The repository is not on any path."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
                           env=os.environ | env)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -118,7 +122,7 @@ def write_lines(path, *lines):
 
 @contextmanager
 def serving(*command):
-    """The address that a router of the folder prints when it is ready, while it runs."""
+    """Yield the address that a router in the folder prints when it is ready."""
     with subprocess.Popen([sys.executable, "-u", *command], text=True, stdout=subprocess.PIPE) as server:
         try:
             ready = (re.search(r"router \w+ at (http\S+) \(\d servers\)", line) for line in server.stdout)
@@ -134,14 +138,14 @@ def get(url):
 
 
 def test_the_folder_sees_nothing_of_the_repository(alone):
-    """Else the tests below would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     alone("prepare_data.py").joinpath("compute_score.py").unlink()
     with pytest.raises(AssertionError, match="No module named 'compute_score'"):
         run("prepare_data.py")
 
 
 def test_algorithm_alone(alone):
-    """A ratio of 1 in every token: the loss is minus the mean advantage of the tokens."""
+    """With a ratio of 1 for every token, the loss is minus the mean advantage of the tokens."""
     alone("algorithm.py")
     code = """
 import torch
@@ -166,7 +170,7 @@ for answer in ("4", "5"):
 
 @pytest.mark.slow
 def test_policy_with_algorithm(alone, model, tokenizer):
-    """One update makes the better of two responses likelier, the other less likely."""
+    """One update makes the better of two responses likelier and the worse one less likely."""
     folder = alone("policy.py")
     config = dataclasses.asdict(config_of(model=write_model(folder / "model", model, tokenizer)))
     (folder / "config.json").write_text(json.dumps(config))
@@ -254,7 +258,7 @@ print([sample.advantage for sample in group])
 
 @pytest.mark.slow
 def test_plain_grpo_with_policy_rollout_and_algorithm(alone):
-    """The script of docs/ learns its task with these files, their settings and a model."""
+    """The script in docs/ learns its task with these files, their settings and a model."""
     folder = alone("rollout.py", "settings.py", *needs("settings.py")[0])
     shutil.copytree(ROOT / "toy/models/policy", folder / "toy/models/policy")
     (folder / "docs").mkdir()
@@ -286,7 +290,7 @@ print(reward_metrics(samples))
 
 @pytest.mark.slow
 def test_lora_alone(alone, model):
-    """Adapters are all that learns, and change nothing yet."""
+    """Only adapters are trained, and they change nothing at first."""
     model.save_pretrained(alone("causal_lm.py") / "model")
     code = """
 from types import SimpleNamespace
@@ -321,7 +325,7 @@ log.close()
 
 @pytest.mark.slow
 def test_router_alone(alone):
-    """Two scripted servers, both asked."""
+    """The router distributes requests to two scripted servers."""
     alone("router.py")
 
     class Handler(BaseHTTPRequestHandler):
@@ -350,7 +354,7 @@ def test_router_alone(alone):
 
 
 def with_stand_in(folder):
-    """In the folder a model, and what plays vLLM for it."""
+    """Write a model and a stand-in for vLLM to the folder."""
     stand_in_for_vllm(folder, STAND_IN)
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
@@ -434,7 +438,10 @@ def test_score_file_with_its_five(alone, ray_address):
 def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
     rollout, alone, model, tokenizer, ray_address
 ):
-    """Without any folder, such as cluster/: the run is whole, with its curves; the page needs tools/."""
+    """Without folders such as cluster/, the run is complete and has its curves.
+
+    Only the page needs tools/.
+    """
     folder = alone("grpo_trainer.py", *(path.name for path in ROOT.glob("*.py")))
     write_model(folder / "model", model, tokenizer)
     stand_in_for_vllm(folder)
@@ -451,7 +458,7 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
 
 
 def test_every_part_is_used_above():
-    """reward_worker.py with reward_loop.py."""
+    """reward_worker.py is used with reward_loop.py."""
     text = (ROOT / "tests/test_parts.py").read_text()
     used = [name for names in re.findall(r"alone\((.*?)\)", text) for name in re.findall(r"\w+\.py", names)]
     assert {*used, "reward_worker.py"} - set(WHOLE) == set(PARTS)

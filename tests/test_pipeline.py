@@ -1,8 +1,7 @@
-"""--overlap: what overlaps and what must not, what is trained on, and runs that are stopped, killed or fail
-meanwhile.
+"""--overlap: what may overlap and what must not, what is trained on, and runs that are stopped, killed or fail.
 
-The trainer's own loop against the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose
-responses end when a test says so and begin with the number of the weights that they come from.
+The tests run the trainer's loop with the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose
+responses end when a test decides, and begin with the version of the weights that sampled them.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr(run_folder.Log, "plot", lambda self: None)  # a second each
+    monkeypatch.setattr(run_folder.Log, "plot", lambda self: None)  # this takes a second each time
 
 
 def trainer_of(settings, folder, **changes):
@@ -58,16 +57,18 @@ def trainer_of(settings, folder, **changes):
 
 
 class Scene:
-    """A run in which a test hooks in. Both hooks get the step: `generate` for each response (of training),
-    `update`."""
+    """A run with hooks for the test: `generate` for each training response, and `update`.
+
+    Both get the step.
+    """
 
     def __init__(self, trainer, generate=None, update=None, rewards=None):
         self.trainer, self.generate_hook, self.update_hook = trainer, generate, update
         self.first = trainer.step
-        self.asked = 0  # requests for training samples so far
+        self.asked = 0  # training samples requested so far
         self.updating = self.first  # the step whose update has begun
         self.trained = {}  # step -> its samples
-        # (weights, training responses under way, steps trained) of each response of an evaluation
+        # For each response of an evaluation: (weights, running training responses, trained steps).
         self.evaluated = []
         self.servers, self.policy = PlayedServers(self.first, self.generate), PlayedPolicy(trainer.config)
         self.play_update, self.policy.update = self.policy.update, self.update
@@ -101,32 +102,32 @@ class Scene:
 
 
 async def until(condition):
-    """For the hooks: waits, a while at most."""
+    """Wait for a condition in a hook, but not forever."""
     for _ in range(3000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition did not become true in time")
 
 
 def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_responses(settings, tmp_path):
     async def generate(scene, step):
-        if step > 2:  # what is ahead ends only after the update before it, and some time after
+        if step > 2:  # the prefetch ends after the previous update
             await until(lambda: len(scene.trained) >= step - 1 and scene.policy.num_updates >= step - 1)
-            # long enough for a hand-over that does not wait; PlayedServers.sync would raise
+            # This is long enough to catch a sync that does not wait: PlayedServers.sync would raise.
             await asyncio.sleep(0.05)
 
     def update(scene, step):
         ahead = min(step + 1, 5) * PER_STEP
-        asyncio.run(until(lambda: scene.asked == ahead))  # the rollouts ahead have begun: the two overlap
+        asyncio.run(until(lambda: scene.asked == ahead))  # the prefetch has begun, so both overlap
 
     scene = Scene(trainer_of(settings, tmp_path), generate, update)
     metrics = scene.run()
     expected = [0, 1, 1, 1, 1]
     assert [line["rollout/staleness"] for line in metrics[1:]] == expected
-    for step, samples in scene.trained.items():  # whose weights were really there
+    for step, samples in scene.trained.items():  # which weights sampled them
         assert {sample.response_ids[0] for sample in samples} == {step - 1 - expected[step - 1]}
-    # nothing is drawn for after the last step
+    # No prompts are drawn after the last step.
     assert scene.asked == 5 * PER_STEP and scene.servers.version == 5
     rows = [row["extra_info"]["index"] for row in draw(scene.trainer.train_rows, 0, 20, 0)]
     assert scene.prompts() == rows and scene.trainer.num_prompts_trained == 20
@@ -134,7 +135,9 @@ def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_respo
 
 
 class JudgedLate(PlayedRewards):
-    """A step's verdicts come when the next step's rollouts have been asked for, and later than its draw."""
+    """The verdicts of a step arrive after the rollouts of the next step were requested, and thus after its
+    draw.
+    """
 
     def submit(self, sample):
         future = concurrent.futures.Future()
@@ -150,7 +153,7 @@ class JudgedLate(PlayedRewards):
 
 
 def test_a_step_counts_its_own_prompts_though_the_next_ones_are_drawn_before_its_verdicts(settings, tmp_path):
-    """Else a run that was stopped would go on with other prompts."""
+    """Otherwise, a resumed run would continue with different prompts."""
     rewards = JudgedLate()
     rewards.scene = scene = Scene(trainer_of(settings, tmp_path, total_steps=4), rewards=rewards)
     scene.run()
@@ -176,13 +179,13 @@ def test_without_overlap_nothing_does(settings, tmp_path):
 
 
 def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings, tmp_path):
-    """Also where the rollouts ahead end only some time after the update."""
+    """This also holds if prefetched rollouts end some time after the update."""
 
     async def generate(scene, step):
         if step > 1:
             await until(lambda: scene.policy.num_updates >= step - 1)
             await asyncio.sleep(0.05)
-            assert scene.evaluated[-1][2] < step - 1  # so far, only evaluations of steps before
+            assert scene.evaluated[-1][2] < step - 1  # so far, only evaluations of earlier steps
 
     rows = pq.read_table(settings["train_file"]).slice(0, 3)
     pq.write_table(rows, tmp_path / "val.parquet")
@@ -206,7 +209,7 @@ def with_evaluation(settings, folder, **changes):
 
 @pytest.mark.parametrize("total", [4, 5])
 def test_an_evaluation_whose_line_was_lost_is_done_again(settings, tmp_path, total):
-    """A power cut took the last lines of metrics.jsonl; the checkpoint of step 4 is whole."""
+    """A power cut removed the last lines of metrics.jsonl, but the checkpoint of step 4 is complete."""
     Scene(with_evaluation(settings, tmp_path, val_every=2, total_steps=4)).run()
     path = tmp_path / "run/metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))  # of steps 0, 1 and 2
@@ -218,13 +221,13 @@ def test_an_evaluation_whose_line_was_lost_is_done_again(settings, tmp_path, tot
 
 @pytest.mark.parametrize("total, steps", [(3, [2, 3]), (0, [0])])
 def test_the_evaluation_before_training_can_be_left_out(settings, tmp_path, total, steps):
-    """Not the only one: --total-steps 0 evaluates and stops."""
+    """An evaluation that is the whole run (--total-steps 0) cannot."""
     run = with_evaluation(settings, tmp_path, val_every=2, total_steps=total, val_before_train=False)
     assert [line["step"] for line in Scene(run).run() if "val/toy/mean@1" in line] == steps
 
 
 class SeesGroups(PlayedRewards):
-    """Notes how many responses had been asked for when a group came."""
+    """Records how many responses had been requested when a group arrived."""
 
     job = SimpleNamespace(sees_group=True)
 
@@ -244,10 +247,10 @@ def test_a_group_is_on_its_way_the_moment_its_last_sample_has_ended(settings, tm
 
     async def generate(scene, step):
         row = (scene.asked - 1) % PER_STEP // 4
-        if row == 0:  # the first group ends when the others have been on their way
+        if row == 0:  # the first group ends after the others were requested
             await until(lambda: len([step_ for step_, *_ in rewards.came if step_ == step]) == 3)
         elif scene.asked % 4 == 0:
-            await asyncio.sleep(0.05)  # a group's last sample comes some time after its others
+            await asyncio.sleep(0.05)  # the last sample of a group ends later than the others
 
     scene = Scene(trainer_of(settings, tmp_path, overlap=overlap, total_steps=2), generate, rewards=rewards)
     scene.run()
@@ -259,7 +262,9 @@ def test_a_group_is_on_its_way_the_moment_its_last_sample_has_ended(settings, tm
 
 
 class ByRow(PlayedRewards):
-    """A third of the rows are always right, a third always wrong, the others differ within their group."""
+    """A third of the rows are always correct, a third are always wrong, and the others differ within their
+    group.
+    """
 
     calls = 0
 
@@ -269,8 +274,8 @@ class ByRow(PlayedRewards):
 
 
 def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settings, tmp_path):
-    """Refills are drawn before the steps ahead go on; a run that was stopped goes on with the prompt after
-    its last."""
+    """Refills are drawn before the next step, and a resumed run continues with the prompt after its last one.
+    """
     options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
     stopped = trainer_of(settings, tmp_path, total_steps=2, **options)
     Scene(stopped, rewards=ByRow()).run()
@@ -280,7 +285,7 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     scene = Scene(resumed, rewards=ByRow())
     metrics = scene.run()
     assert all(line["dynamic/kept"] == 4 and line["dynamic/refills"] > 0 for line in metrics[1:])
-    # on-policy at the start and after it went on
+    # The first step is on-policy, also after resuming.
     assert [line["rollout/staleness"] for line in metrics[1:]] == [
         0,
         1,
@@ -300,7 +305,7 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
 
 
 class StyleOfSome(ByRow):
-    """Says something more of the first sample alone, as a function may of right answers."""
+    """Returns another key for the first sample only, as a function may do for correct answers."""
 
     def submit(self, sample):
         future = super().submit(sample)
@@ -317,8 +322,9 @@ def test_a_refill_of_which_the_function_says_less_stops_nothing(settings, tmp_pa
 
 
 def killed_in_the_middle(settings, folder):
-    """A process of its own that ends by SIGKILL in the update of step 3, with the rollouts of step 4 on their
-    way."""
+    """A separate process kills itself with SIGKILL in the update of step 3, while the rollouts of step 4 are
+    running.
+    """
 
     def update(scene, step):
         if step == 3:
@@ -344,7 +350,7 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     written = Path(tmp_path, "run/samples.jsonl").read_text()
-    # what is logged is trained on, or was about to be
+    # Everything that is logged was trained on, or was about to be.
     assert '"step": 3' in written and '"step": 4' not in written
 
     scene = Scene(trainer_of(settings, tmp_path, resume="auto"))
@@ -352,7 +358,7 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5] and sorted(scene.trained) == [3, 4, 5]
     assert [line["rollout/staleness"] for line in metrics[1:]] == [0, 1, 0, 1, 1]
     rows = draw(scene.trainer.train_rows, 0, 20, 0)
-    # the batch in flight is drawn again
+    # The prefetched batch is drawn again.
     assert scene.prompts() == [row["extra_info"]["index"] for row in rows[8:]]
     samples = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
     assert [sample["prompt"] for sample in samples][::4] == [row["prompt"][-1]["content"] for row in rows]
@@ -360,7 +366,7 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
 
 
 def test_a_rollout_that_fails_in_the_background_stops_the_run_with_its_message(settings, tmp_path):
-    """The step that is being trained meanwhile is not lost."""
+    """The step that is being trained in the meantime is not lost."""
 
     async def generate(scene, step):
         if step == 3:
@@ -391,7 +397,10 @@ def test_a_judge_that_falls_silent_stops_the_run_with_its_message(settings, tmp_
 
 
 class ByStep(PlayedRewards):
-    """Every answer is right; its first paragraph has a score of its own, the second has none."""
+    """Every answer is correct.
+
+    The first paragraph has a different score in each sample, and the second has none.
+    """
 
     silent_from = 100
 
@@ -407,14 +416,17 @@ class ByStep(PlayedRewards):
 
 
 def of_two_paragraphs(settings, folder, **changes):
-    """A run whose responses are two tokens, and a paragraph each."""
+    """Return a run whose responses have two tokens, with one paragraph each."""
     trainer = trainer_of(settings, folder, advantage="steps", **changes)
     trainer.decode = lambda ids: "1\n\n2"[: 3 * len(ids)]
     return trainer
 
 
 def test_a_group_whose_last_tokens_alone_learn_nothing_teaches(settings, tmp_path):
-    """Paragraphs beyond the last score learn from the outcome, here one for all; those before it do not."""
+    """Paragraphs after the last score learn from the outcome, which is the same for all samples.
+
+    Earlier ones have step scores.
+    """
     scene = Scene(of_two_paragraphs(settings, tmp_path, total_steps=2, max_idle_steps=2), rewards=ByStep())
     metrics = scene.run()
     assert [line["reward/groups_with_spread"] for line in metrics[1:]] == [1.0, 1.0]
@@ -439,7 +451,7 @@ def threads_end():
 
 
 class NeverSays(PlayedRewards):
-    """The judge of step 3 is at it for ever."""
+    """The judge never responds in step 3."""
 
     def submit(self, sample):
         return super().submit(sample) if sample["step"] < 3 else concurrent.futures.Future()
@@ -461,7 +473,7 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     scene = Scene(trainer_of(settings, tmp_path, save_every=0), generate, update, NeverSays())
     with pytest.raises(KeyboardInterrupt):
         scene.run()
-    # the step was finished
+    # The step was completed.
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (
@@ -470,13 +482,15 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     threads_end()
     del scene
     gc.collect()
-    # no word on requests that were given up
+    # There is no message about cancelled requests.
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_path):
-    """In the update of step 4 while step 5 is rolled out: new ranks from the checkpoint of step 2, in the
-    same process."""
+    """The ranks die in the update of step 4, while step 5 is rolled out.
+
+    New ranks start from the checkpoint of step 2 in the same process.
+    """
     lost = []
 
     async def generate(scene, step):
@@ -492,7 +506,7 @@ def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_p
     scene = Scene(trainer_of(settings, tmp_path, save_every=2), generate, update)
 
     def restart(source):
-        # it has seen that nobody waits for step 5 any more
+        # It has noticed that step 5 was cancelled.
         asyncio.run(until(lambda: scene.servers.generating == 0))
         scene.updating, scene.servers.version, scene.asked = 2, 1, 2 * PER_STEP  # recover() syncs: 2
 
@@ -567,7 +581,7 @@ def test_an_update_whose_weights_cannot_be_handed_over_is_saved(settings, tmp_pa
         scene.run()
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
     lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1]  # that of the step was not yet written
+    assert [line["step"] for line in lines] == [0, 1]  # the step's line was not yet written
 
 
 def test_a_judge_that_is_down_ends_an_evaluation_also_the_last_one(settings, tmp_path):
