@@ -1,4 +1,4 @@
-"""--overlap: what may overlap and what must not, what is trained on, and runs that are stopped, killed or fail.
+"""--overlap: what may overlap, what must not, what is trained on, and runs that are stopped, killed or fail.
 
 The tests run the trainer's loop with the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose
 responses end when a test decides, and begin with the version of the weights that sampled them.

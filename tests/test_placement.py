@@ -1,4 +1,6 @@
-"""Who gets which GPU: the layout by hand, and what each process sees of GPUs that Ray only believes in."""
+"""Which process gets which GPU: layouts computed by hand, and what each process sees of GPUs that exist only
+in Ray's records.
+"""
 
 import contextlib
 import itertools
@@ -26,7 +28,9 @@ from tiny import CPU, config_of, write_model
 
 
 def on_gpus(specs, gpus):
-    """[{"rank 0": 0.5, ...}, ...]: who is on each bundle, with what it asks Ray for."""
+    """Return [{"rank 0": 0.5, ...}, ...]: the processes of each bundle, with the fraction that each requests
+    from Ray.
+    """
     bundles, where = layout(specs, gpus)
     held = [{} for _ in bundles]
     for (name, number), (index, share) in where.items():
@@ -52,7 +56,10 @@ def test_one_gpu_takes_all_parts_and_servers_of_several_take_theirs_whole():
 
 
 def test_a_judge_that_sleeps_is_on_a_full_gpu_too():
-    """Ray counts in 1/10,000: all specs must add up to at most one GPU, and each must have some."""
+    """Ray counts in units of 1/10,000.
+
+    All specs must add up to at most one GPU, and each must get a fraction.
+    """
     specs = {"rank": Spec(2, 0, 1.0, apart=True), "judge": Spec(2, 0, ASLEEP), "rm": Spec(1, 0, ASLEEP)}
     first, second = on_gpus(specs, 8)
     assert first == {"rank 0": 0.999, "judge 0": ASLEEP, "rm 0": ASLEEP}
@@ -68,8 +75,10 @@ def test_judges_that_sleep_are_spread_and_go_where_least_is_taken():
 
 
 def can_fit(specs, gpus):
-    """Whether ranks (the first part, each on a GPU of its own) and the others fit: all ways of filling one
-    GPU after the other."""
+    """Return whether the ranks (the first spec, each on a separate GPU) and all others fit.
+
+    Tries all ways to fill one GPU after another.
+    """
     ranks, *others = specs.values()
     gpus -= sum(int(part.gpus) * part.count for part in others if part.gpus >= 1)
     others = [part for part in others if part.gpus < 1]
@@ -142,12 +151,12 @@ def test_the_parts_of_a_run(monkeypatch):
     asleep = process_specs(config_of(**changes, reward_mode="colocate"))
     assert asleep["genrm"] == Spec(3, 0.5, ASLEEP) and asleep["policy server"].gpus == 2.0
     own = process_specs(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
-    assert own["genrm"].gpus == 1.0  # a GPU of its own: there is nobody to sleep for
+    assert own["genrm"].gpus == 1.0  # the judge has a GPU alone, so it need not sleep
 
 
 @pytest.fixture
 def ray_with(request):
-    """A Ray that claims to have so many GPUs."""
+    """Start a Ray cluster that claims to have this many GPUs."""
 
     def start(gpus):
         options = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -178,7 +187,7 @@ def test_what_each_process_sees_of_eight_gpus(ray_with):
         judges, sleepers, servers, ranks = map(seen, ("judge", "sleeper", "server", "rank"))
         assert len(set(ranks)) == 4 and servers == ranks and sleepers == ranks[:2]
         assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(8)]
-        ray.kill(started[-1])  # what starts anew in its place sees the same
+        ray.kill(started[-1])  # the actor that replaces it sees the same GPU
         again = ray.remote(Process).options(**reservation.options("rank", 3)).remote()
         assert ray.get(again.sees.remote(), timeout=300) == ranks[3]
     finally:
@@ -187,7 +196,7 @@ def test_what_each_process_sees_of_eight_gpus(ray_with):
 
 def rank_on_cpu():
     class Rank(RankedPolicy):
-        """As if on a GPU, but its numbers are on CPU; with what it saw of the GPU."""
+        """A policy that acts as if on a GPU but computes on the CPU, with what it saw of the GPU."""
 
         def __init__(self, config, source, device, ranks):
             make, join = Policy.__init__, Ranks.join
@@ -214,7 +223,7 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info,
 def test_a_run_on_one_gpu(
     ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch, mode, share  # noqa: F811
 ):
-    """Rank, policy server and judge see the one GPU, and each is held to its share of the memory."""
+    """Rank, policy server and judge see the same GPU, and each is limited to its share of the memory."""
     row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
            "reward_model": {"ground_truth": "1"}}  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""The policy's update: against the loss written naively, invariances, and what must change nothing."""
+"""The policy's update: comparison with a naive loss, invariances, and what must not change anything."""
 
 import copy
 import dataclasses
@@ -22,14 +22,14 @@ from tiny import CPU, a_step, config_of, groups_of, policy_of, read_again, roll_
 
 
 def updated(model, samples, lr=1e-2, **changes):
-    """The weights after one update with plain SGD (so that they show gradients), and the metrics."""
+    """Return the metrics, and the weights after one update with plain SGD, which shows the gradients."""
     policy = with_sgd(policy_of(model, **changes))
     metrics = policy.update(groups_of(samples), lr=lr)
     return weights_of(policy), metrics
 
 
 def test_update_is_the_plain_gradient_of_the_loss(model):
-    """Against the loss written naively: full logits, no micro-batches, no samples skipped."""
+    """Compare with the loss in its naive form: full logits, no micro-batches, no skipped samples."""
     samples, clone = a_step(model), copy.deepcopy(model)
     got, metrics = updated(model, samples, max_grad_norm=1e9)
     num_tokens = sum(len(sample.response_ids) for sample in samples if sample.advantage is not None)
@@ -60,15 +60,17 @@ ALGORITHMS = [
 
 
 def set_prefix(sample, length, advantage):
-    """Gives a sample's first tokens an advantage of their own."""
+    """Give the first tokens of a sample a separate advantage."""
     rest = len(sample.response_ids) - length
     if sample.advantage is not None:
         sample.token_advantages = [advantage] * length + [sample.advantage] * rest
 
 
 def off_policy(model, with_prefixes=True):
-    """A step whose samples came from slightly other weights, some with an advantage of their own before an
-    error: everything that the losses differ in."""
+    """Return a step with samples from slightly different weights.
+
+    Some have a separate advantage before an error. The losses differ on such samples.
+    """
     samples, rng = a_step(model), random.Random(0)
     for sample in samples:
         sample.rollout_logprobs = [x + rng.gauss(0, 0.02) for x in sample.rollout_logprobs]
@@ -79,7 +81,7 @@ def off_policy(model, with_prefixes=True):
 
 @pytest.mark.parametrize("changes", ALGORITHMS, ids=str)
 def test_update_does_not_depend_on_micro_batches(model, changes):
-    """Two mini-batches: in the second the ratio is no longer 1."""
+    """There are two mini-batches, and in the second one the ratio is no longer 1."""
     samples, changes = off_policy(model), changes | dict(mini_batch_size=2)
     whole, metrics = updated(model, samples, max_tokens_per_micro_batch=10_000, **changes)
     parts, part_metrics = updated(model, samples, max_tokens_per_micro_batch=1, **changes)
@@ -91,8 +93,10 @@ def test_update_does_not_depend_on_micro_batches(model, changes):
 
 
 def test_a_prefix_has_an_advantage_of_its_own(model):
-    """Prefix and rest: the gradient is the sum of that of the prefixes alone and that of the rests alone; a
-    sample with an advantage of 0 after its prefix learns all the same, and nobody's prefix is its rest."""
+    """The gradient is the sum of the gradients of the prefixes alone and of the rests alone.
+
+    A sample with advantage 0 after its prefix still has a gradient.
+    """
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
 
     def step(prefix_advantage, advantage):
@@ -119,8 +123,10 @@ def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
 
 
 def test_dr_grpo_counts_every_sample_with_a_verdict(model):
-    """Samples with advantage 0 have no gradient, but the divisor counts them; it counts no sample without a
-    verdict."""
+    """Samples with advantage 0 have no gradient but count in the divisor.
+
+    Samples without a verdict do not count.
+    """
 
     def norm(*advantages):
         samples = roll_out(model, [[5, 6, 7]], group_size=4, length=6)
@@ -133,7 +139,10 @@ def test_dr_grpo_counts_every_sample_with_a_verdict(model):
 
 
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by(model):
-    """No advantage, so the bonus alone moves the policy: as much with Dr. GRPO's constant length."""
+    """All advantages are 0, so only the bonus changes the policy, and equally with the constant length of Dr.
+
+    GRPO.
+    """
     samples = a_step(model)
     for sample in samples:
         sample.advantage = 0.0
@@ -143,7 +152,7 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by
 
 
 class WithMomentum(Policy):
-    """Another optimizer, and two groups of parameters."""
+    """A policy with a different optimizer and two groups of parameters."""
 
     def new_optimizer(self):
         head, body = [], []
@@ -158,7 +167,7 @@ def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint
     first = WithMomentum(config_of(model=str(tmp_path / "model")), str(tmp_path / "model"), CPU)
     before = weights_of(first).clone()
     first.update(groups_of(a_step(model)), lr=0.0)
-    assert torch.equal(weights_of(first), before)  # in both groups
+    assert torch.equal(weights_of(first), before)  # this holds in both groups
     first.update(groups_of(a_step(model)), lr=1e-2)
     first.save(tmp_path / "saved")
     second = WithMomentum(first.config, str(tmp_path / "saved"), CPU)
@@ -166,7 +175,7 @@ def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint
     for policy in (first, second):
         policy.update(groups_of(a_step(model, seed=1)), lr=1e-2)
     assert torch.equal(weights_of(first), weights_of(second))
-    assert len(second.optimizer_state()) == len(dict(second.trainable()))  # a momentum for each weight
+    assert len(second.optimizer_state()) == len(dict(second.trainable()))  # each weight has a momentum
 
 
 def test_a_checkpoint_from_before_the_first_update_changes_no_later_one(model, tmp_path):
@@ -201,8 +210,10 @@ def test_micro_batches_hold_every_sample_once_within_the_budget():
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "cohere", "falcon", "opt", "granite"])
 def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
-    """Eight samples of two prompts: the model sees each prompt once; scores, gradients and metrics are those
-    of one by one."""
+    """Eight samples share two prompts, and the model sees each prompt once.
+
+    Log-probabilities, gradients and metrics are the same as without sharing.
+    """
     policy, seen = with_sgd(policy_of(of_family(name, **FAMILIES[name]))), []
     assert policy.model.shares_prompts
     prompts = [list(range(5, 30)), list(range(40, 50))]
@@ -215,7 +226,7 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     )
     together = policy.update(groups_of(samples), lr=0.0)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
-    assert seen == [(2, 25), (8, 7)]  # the prompts; all response tokens but the last
+    assert seen == [(2, 25), (8, 7)]  # the prompts, then all response tokens but the last
     monkeypatch.setattr(causal_lm, "speedups", None)
     seen.clear()
     alone = policy.update(groups_of(samples), lr=0.0)
@@ -231,7 +242,7 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
 
 
 def test_every_query_attends_to_a_key_when_prompts_are_shared(model, monkeypatch):
-    """A query without keys gives NaN gradients on some GPUs, although everything is finite on a CPU."""
+    """A query without keys causes NaN gradients on some GPUs, although everything is finite on a CPU."""
     attention, masks = torch.nn.functional.scaled_dot_product_attention, []
 
     def watched(query, key, value, attn_mask=None, **options):
@@ -252,8 +263,10 @@ def test_prompts_are_not_shared_where_a_cache_is_of_another_kind(name):
 
 
 def test_prompts_are_not_shared_where_positions_are_columns(monkeypatch):
-    """MPT's ALiBi counts the columns of padding between a short prompt and its response. The signature of its
-    forward shows this, and so do the log-probabilities."""
+    """MPT's ALiBi counts the padding between a short prompt and its response.
+
+    Both the signature of its forward and the log-probabilities reveal this.
+    """
     family_model = of_family("mpt", vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
     assert not causal_lm.can_share_prompts(family_model)
     monkeypatch.setattr(policy_file, "can_share_prompts", lambda model: True)
@@ -272,7 +285,7 @@ def test_prompts_are_not_shared_where_the_model_says_something_else_then(model, 
 
 
 def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
-    """Rollouts, update and metrics with speedups.py and without it."""
+    """Compare rollouts, update and metrics with and without speedups.py."""
     found = []
     for module in (speedups, None):
         monkeypatch.setattr(causal_lm, "speedups", module)
@@ -287,8 +300,8 @@ def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
 def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_update(model):
     _, metrics = updated(model, a_step(model), mini_batch_size=1, lr=0.05)
     assert metrics["actor/updates"] > 1
-    assert metrics["rollout/logprob_diff"] < 1e-5  # "old" is the rollout's, in every mini-batch
-    assert metrics["actor/approx_kl"] > 0  # while the policy has moved on
+    assert metrics["rollout/logprob_diff"] < 1e-5  # "old" comes from the rollout in every mini-batch
+    assert metrics["actor/approx_kl"] > 0  # but the policy has changed
 
 
 def test_a_stale_rollout_is_noticed(model):
@@ -301,7 +314,7 @@ def test_samples_without_verdict_and_groups_without_spread_change_nothing(model)
     reference, _ = updated(model, samples)
     assert [i for i, sample in enumerate(samples) if sample.advantage is None] == [1]
     text = samples[1].response_ids, samples[1].rollout_logprobs
-    samples[1].response_ids, samples[1].rollout_logprobs = [20] * 9, [-1.0] * 9  # its text is irrelevant
+    samples[1].response_ids, samples[1].rollout_logprobs = [20] * 9, [-1.0] * 9  # its text does not matter
     assert torch.equal(updated(model, samples)[0], reference)
     samples[1].response_ids, samples[1].rollout_logprobs = text
     for sample in samples:
@@ -309,7 +322,7 @@ def test_samples_without_verdict_and_groups_without_spread_change_nothing(model)
     unchanged, metrics = updated(model, samples)
     assert torch.equal(unchanged, torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert metrics["actor/updates"] == 0 and "actor/loss" not in metrics
-    assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/entropy"] > 1  # watched all the same
+    assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/entropy"] > 1  # both are still reported
 
 
 def test_nothing_is_mutated(model):
@@ -320,8 +333,8 @@ def test_nothing_is_mutated(model):
 
 
 def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_path):
-    """All advantages zero: only the KL term is left, and it moves the policy towards the reference."""
-    model.save_pretrained(tmp_path)  # the reference
+    """All advantages are 0, so only the KL term remains, and it moves the policy towards the reference."""
+    model.save_pretrained(tmp_path)  # this is the reference
     samples = a_step(model)
     for sample in samples:
         sample.advantage = 0.0
@@ -339,7 +352,7 @@ def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_
 
 
 def test_truncated_importance_sampling_weighs_the_update(model):
-    """Where the sampler was half as sure as the trainer, the weight is 2, or the cap."""
+    """If the sampler's probability is half the trainer's, the weight is 2, or the cap if that is lower."""
     samples = a_step(model)
     for sample in samples:
         sample.rollout_logprobs = [value - math.log(2) for value in sample.rollout_logprobs]
@@ -362,7 +375,10 @@ def test_how_far_the_correction_goes_is_logged(model):
 
 
 def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
-    """Masks go by length. Token 0 pads; a response that ends in it has its log-probability all the same."""
+    """Masks depend on lengths.
+
+    Token 0 is padding, but a response that ends in it still has its log-probability.
+    """
     samples = [Sample({}, [5, 6], [0]), Sample({}, [7, 8], [9, 10, 0])]
     short, long = (
         logprobs for _, logprobs in sorted(policy_of(model).logprobs_of(samples), key=lambda s: len(s[1]))
@@ -403,8 +419,7 @@ def test_weights_that_are_not_finite_are_never_saved(model, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-# ------------------------------------------------------------------------------------------------------
-# families of models
+# ---- model families
 
 
 SMALL = dict(
@@ -431,7 +446,7 @@ FAMILIES = {
     "llama": GROUPED,
     "qwen2": GROUPED,
     "mistral": GROUPED | dict(sliding_window=4),
-    # what follows the head: caps, scales, another layer
+    # Test what follows the head: caps, scales, another layer.
     "gemma2": GROUPED | dict(final_logit_softcapping=2.0),
     "vaultgemma": GROUPED | dict(final_logit_softcapping=2.0),
     "nanochat": GROUPED | dict(final_logit_softcapping=2.0),
@@ -441,12 +456,12 @@ FAMILIES = {
     "minicpm3": SMALL | LATENT | dict(dim_model_base=16),
     "modernbert-decoder": GROUPED,
     "llama4_text": GROUPED | dict(intermediate_size_mlp=64, num_local_experts=2),
-    "opt": SMALL | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),  # dropout in the layer itself
-    # positions from the mask
+    "opt": SMALL | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),  # dropout within the layer
+    # Test models with positions from the mask.
     "falcon": SMALL | dict(alibi=True, new_decoder_architecture=False, num_kv_heads=4),
     "qwen3_next": GROUPED
     | LINEAR
-    # caches of two kinds
+    # Test caches of two kinds.
     | dict(
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
@@ -473,7 +488,7 @@ def of_family(name, **config):
     ).eval()
     for (
         parameter
-    ) in family_model.parameters():  # as they begin, such small models hardly look at what came before
+    ) in family_model.parameters():  # newly initialised, such small models hardly attend to earlier tokens
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     return family_model
@@ -481,8 +496,10 @@ def of_family(name, **config):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradient_checkpointing(name):
-    """Scores against model(...).logits, responses sampled in process against both, and the same update either
-    way."""
+    """Compare log-probabilities with model(...).logits, and responses sampled in this process with both.
+
+    Updates with and without gradient checkpointing must agree.
+    """
     family_model = of_family(name, **FAMILIES[name])
     policies = [policy_of(family_model, gradient_checkpointing=on) for on in (True, False)]
     check_sampling(policies[0])
@@ -509,7 +526,9 @@ RENAMED = {
 
 @pytest.mark.parametrize("name", [*RENAMED, "llama", "gemma2"])
 def test_servers_get_the_names_and_the_numbers_of_the_models_files(tmp_path, name):
-    """transformers has names of its own for many families, and all experts of a layer in one tensor."""
+    """In memory, transformers uses different names for many families, and one tensor for all experts of a
+    layer.
+    """
     family_model = of_family(name, **(FAMILIES | RENAMED)[name])
     family_model.save_pretrained(tmp_path / "own")
     own = load_file(tmp_path / "own/model.safetensors")
@@ -526,7 +545,7 @@ def test_servers_get_the_names_and_the_numbers_of_the_models_files(tmp_path, nam
 
 @pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
 def test_a_cap_in_the_attention_is_computed(name):
-    """Most kinds of attention leave it out without a word; vLLM computes it, and so does eager attention."""
+    """Most attention implementations silently ignore the cap, whereas vLLM and eager attention apply it."""
     family_model = of_family(name, **FAMILIES[name] | dict(attn_logit_softcapping=0.5))
     policy = policy_of(family_model)
     ids = torch.arange(3, 40)[None]
@@ -545,7 +564,9 @@ def test_a_cap_in_the_attention_is_computed(name):
 
 
 def test_quantised_weights_are_refused_by_name(model, tmp_path):
-    """Read as float32 they would lack their scales, and later checks compare the model with itself."""
+    """Loaded as float32, the weights would lack their scales, and later checks compare the model only with
+    itself.
+    """
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     about = {"quant_method": "fp8", "weight_block_size": [32, 32]}
@@ -572,7 +593,10 @@ def test_tokens_that_cannot_come_add_nothing_to_the_entropy(model, monkeypatch):
 
 
 def test_a_loss_term_made_from_an_entropy_that_was_not_computed_stops_the_run(model, monkeypatch):
-    """Without --entropy-coef it is not computed. As zeros it would be a term that does nothing."""
+    """Without --entropy-coef, the entropy is not computed.
+
+    If it were 0, such a term would silently do nothing.
+    """
     original = policy_file.compute_policy_loss
     policy = policy_of(model)
     forward = policy.forward
@@ -596,7 +620,7 @@ def test_a_loss_term_made_from_an_entropy_that_was_not_computed_stops_the_run(mo
 
 
 def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(model):
-    """Counted are the tensors that autograd saves in the layers' forward passes."""
+    """The test counts the tensors that autograd saves in the forward passes of the layers."""
     samples, saved, norms = a_step(model), [], []
     for on in (False, True):
         policy, count = policy_of(model, gradient_checkpointing=on), Counter()
@@ -613,18 +637,19 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(mode
 
 
 def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
-    """Mamba takes its state by another name and ignores the key-value cache: responses would not see their
-    prompts."""
+    """Mamba passes its state under a different name and ignores the key-value cache, so responses would not
+    depend on their prompts.
+    """
     policy = policy_of(of_family("mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2))
     message = "--rollout hf: sampling from Mamba.* is incorrect .*; pass --rollout vllm"
     with pytest.raises(ValueError, match=message):
         check_sampling(policy)
-    # with vLLM it trains
+    # Training works with vLLM.
     assert policy.update(groups_of(a_step(of_family("llama", **GROUPED))), lr=1e-3)["actor/updates"] == 1
 
 
 def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model, monkeypatch):
-    """A head that looks at more than the hidden states which causal_lm.logits_of hands it."""
+    """This head uses more than the hidden states that causal_lm.logits_of passes to it."""
     original = type(model).forward
 
     def strange(self, *args, input_ids=None, **kwargs):
@@ -638,8 +663,9 @@ def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model
 
 
 def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, tmp_path):
-    """As in the folders of Vicuna and of some Mistral tunes: transformers reads such a file and refuses to
-    write it."""
+    """Vicuna and some fine-tuned Mistral models have such files, which transformers reads but refuses to
+    write.
+    """
     model.save_pretrained(tmp_path)
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
@@ -648,12 +674,12 @@ def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, 
     assert json.loads((tmp_path / "saved/generation_config.json").read_text())["temperature"] == 0.9
 
 
-# --------------------------------------------------------------------------------------------------- what the
-# metrics mean
+# ---- what the metrics mean
 
 
 def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
-    """Nine groups in mini-batches of at most four: three of three, not four, four and one."""
+    """Nine groups in mini-batches of at most four become three mini-batches of three, not four, four and one.
+    """
     samples = [Sample({}, [i]) for i in range(18)]
     batches = split_mini_batches(groups_of(samples, 2), mini_batch_size=4)
     assert [len(batch) for batch in batches] == [6, 6, 6] and [
@@ -664,8 +690,10 @@ def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
 
 
 def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
-    """The same learning groups, alone and beside as many that teach nothing: what is logged of the update is
-    the same."""
+    """Update on groups with a learning signal, alone and together with as many without one.
+
+    The update's metrics are equal.
+    """
     samples = a_step(model)
     idle = [dataclasses.replace(sample, advantage=0.0) for sample in samples]
     options = dict(mini_batch_size=2, lr=0.05)
@@ -678,8 +706,10 @@ def test_means_over_tokens_do_not_shrink_when_fewer_groups_have_spread(model):
 
 
 def test_entropy_is_estimated_from_all_samples_as_they_were_sampled(model):
-    """Whether they teach something or not: else a baseline and FAPO could not be compared. Minus the mean
-    log-probability of what was sampled is, on average, the entropy of the distribution it came from."""
+    """Samples without a learning signal count as well; otherwise a baseline and FAPO could not be compared.
+
+    On average, minus the log-probability of a sampled token is the entropy of its distribution.
+    """
     samples = roll_out(model, [[5, 6, 7]], group_size=512, length=1, eos_ids=())
     policy = policy_of(model, entropy_coef=1.0)
     (_, _, entropy, _), *_ = policy.forward(samples[:1])
@@ -692,7 +722,7 @@ def test_entropy_is_estimated_from_all_samples_as_they_were_sampled(model):
 
 
 def two_mini_batches(model, number_of_tokens):
-    """Two groups of one sample of different lengths, each a mini-batch."""
+    """Return two groups of one sample with different lengths, each of which forms a mini-batch."""
     samples = roll_out(model, [[5, 6, 7], [8, 9]], group_size=1, length=9, eos_ids=())
     for sample, count in zip(samples, number_of_tokens, strict=True):
         sample.response_ids = sample.response_ids[:count]
@@ -701,7 +731,7 @@ def two_mini_batches(model, number_of_tokens):
 
 
 def test_the_logged_loss_is_the_mean_over_mini_batches(model):
-    """With lr 0 every ratio is 1, so that a mini-batch of one sample has the loss -advantage."""
+    """With lr 0, every ratio is 1, so a mini-batch of one sample has the loss -advantage."""
     samples = two_mini_batches(model, (2, 8))
     samples[0].advantage, samples[1].advantage = 3.0, -1.0
     policy = with_sgd(policy_of(model, mini_batch_size=1))
@@ -711,7 +741,7 @@ def test_the_logged_loss_is_the_mean_over_mini_batches(model):
 
 
 def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_path):
-    """Against exp(d) - d - 1 of the two models' own log-probabilities, over 2 + 8 tokens."""
+    """Compare with exp(d) - d - 1, computed from the log-probabilities of both models over 2 + 8 tokens."""
     moved = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in moved.parameters():
@@ -728,14 +758,14 @@ def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_pa
             of_models.append(logits.log_softmax(-1).gather(-1, chosen).detach())
         difference = of_models[0] - of_models[1]
         kl += (difference.exp() - difference - 1).sum().item()
-    model.save_pretrained(tmp_path)  # the reference
+    model.save_pretrained(tmp_path)  # this is the reference
     policy = with_sgd(policy_of(moved, model=str(tmp_path), kl_coef=1.0, mini_batch_size=1))
     metrics = policy.update([[sample] for sample in samples], lr=0.0)
     assert kl > 0.01 and metrics["actor/kl_to_reference"] == pytest.approx(kl / 10, rel=1e-3)
 
 
 def test_entropy_is_a_mean_over_tokens(model):
-    """Not over samples, in which a short one would count as much as a long one."""
+    """It is not a mean over samples, in which a short sample would count as much as a long one."""
     samples = two_mini_batches(model, (2, 8))
     total = -sum(sum(sample.rollout_logprobs) for sample in samples)
     per_sample = -sum(sum(sample.rollout_logprobs) / len(sample.response_ids) for sample in samples) / 2
@@ -747,7 +777,7 @@ def test_entropy_is_a_mean_over_tokens(model):
 
 
 def count_passes(policy):
-    """The responses that the model reads in an update, pass by pass."""
+    """Record the number of responses that the model reads in each pass of an update."""
     seen, compute = [], policy.model_logprobs
 
     def counting(model, sequences, counts, *options):
@@ -759,14 +789,17 @@ def count_passes(policy):
 
 
 def test_only_samples_with_a_gradient_are_computed(model):
-    """Two mini-batches of 8; in each 4 samples teach something. Those of the second are read before the first
-    update, too, unless this model sampled them; where nothing teaches anything, one group is looked at."""
+    """In each of two mini-batches of 8, 4 samples have a learning signal.
+
+    Samples of the second one are read before the first update as well, unless this model sampled them.
+    Without any learning signal, one group is read.
+    """
     samples = a_step(model)
     for number, sample in enumerate(samples):
         sample.advantage = float(number % 8 < 4)
     found = []
     for samples_itself in (False, True):
-        policy = with_sgd(policy_of(model, mini_batch_size=2))  # Adam would blow up rounding errors
+        policy = with_sgd(policy_of(model, mini_batch_size=2))  # Adam would amplify rounding errors
         policy.samples_itself = samples_itself
         seen = count_passes(policy)
         found.append((policy.update(groups_of(samples), lr=1e-2), weights_of(policy), seen))

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def limit():
-    """What would hang here waits in a collective, which has hours."""
+    """Fail a test that hangs, because collectives may wait for hours."""
 
     def stop(*_):
         raise TimeoutError("the test was not done after 900 s")
@@ -51,7 +51,7 @@ def limit():
 def folder(tmp_path_factory, model):
     reward_loop.connect_ray()
     folder = tmp_path_factory.mktemp("policy")
-    copy.deepcopy(model).bfloat16().save_pretrained(folder)  # as nearly all models are stored
+    copy.deepcopy(model).bfloat16().save_pretrained(folder)  # most models are stored like this
     yield str(folder)
     ray.shutdown()
 
@@ -74,7 +74,7 @@ def settings(folder, **changes):
 
 @pytest.fixture(scope="module")
 def group_of(folder):
-    """A group of so many ranks, ended at the end."""
+    """Yield a function that starts a group with this many ranks, and end the groups afterwards."""
     groups = []
 
     def start(ranks, source=folder, **changes):
@@ -87,8 +87,10 @@ def group_of(folder):
 
 
 def uneven_step(model):
-    """Long and short answers; a mini-batch with a single sample that matters, so that a rank has nothing to
-    do."""
+    """Return long and short answers.
+
+    One mini-batch has a single sample with a gradient, so one rank has nothing to do.
+    """
     samples = a_step(model)
     for sample in samples[8:15]:
         sample.advantage = 0.0
@@ -98,10 +100,11 @@ def uneven_step(model):
 
 
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
-    """Three steps with 1, 2 and 3 ranks, each number going on from the checkpoint of the one before. The
-    second has a reference model and gradient checkpointing, which are split as well, and a loss over whole
-    sequences with advantages of two pieces and tokens that a tool wrote; in the third a mini-batch has one
-    sample that matters.
+    """Each number of ranks trains one step, starting from the checkpoint of the previous number.
+
+    The step on two ranks has a reference model and gradient checkpointing, which are also sharded, a loss
+    over whole sequences, advantages that change within a sequence, and tokens that a tool wrote. In the step
+    on three ranks, one mini-batch has a single sample with a gradient.
     """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
@@ -109,7 +112,7 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
     first.save(tmp_path / "of_1")
     steps = {2: a_step(model, seed=1, length=3), 3: uneven_step(model)}
     for number, sample in enumerate(steps[2]):
-        sample.loss_mask = [place % 3 != 1 for place in range(len(sample.response_ids))]  # a tool wrote some
+        sample.loss_mask = [place % 3 != 1 for place in range(len(sample.response_ids))]  # from a tool
         if sample.advantage is not None:
             prefix = min(number % 3, len(sample.response_ids) - 1)
             rest = len(sample.response_ids) - prefix
@@ -138,7 +141,7 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
 
 
 def test_ranks_split_adapters_and_the_frozen_model_alike(folder, model, group_of, tmp_path):
-    """Two and three ranks from a seed, and from a checkpoint of theirs; the reference has no adapters."""
+    """Start two and three ranks from a seed and from their own checkpoint. The reference has no adapters."""
     adapted = dict(lora_rank=10)
     alone, steps = Policy(settings(folder, **adapted), folder, CPU), [a_step(model), a_step(model, seed=1)]
     expected = [alone.update(groups_of(step), 1e-3) for step in steps]
@@ -167,7 +170,7 @@ def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(
 ):
     group, samples = group_of(2), a_step(model)
     group.update(groups_of(samples), 1e-3)
-    # It dies while the other one waits for it in a collective, which has hours.
+    # Rank 1 dies while rank 0 waits for it in a collective, whose time limit is hours.
     group.actors[1].__ray_call__.remote(lambda self: (time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)))
     started = time.monotonic()
     with pytest.raises(RanksLost, match="a rank of the policy died"):
@@ -177,22 +180,22 @@ def test_a_rank_that_dies_is_noticed_at_once_and_a_rank_that_fails_says_why(
         group.save(Path(folder, "never"))
     group.restart(folder)
     assert group.update(groups_of(samples), 1e-3)["actor/updates"] == group.num_updates == 2
-    # What fails before the first optimizer step costs nothing.
+    # A failure before the first optimizer step does no harm.
     with pytest.raises(RuntimeError, match="exceeds --max-logprob-diff 0: the sampler"):
         group.update(groups_of(samples), 1e-3, 0.0)
     assert group.num_updates == 2
-    # Nor does a checkpoint that was cut since then.
+    # Neither does a checkpoint that has been truncated.
     group.save(tmp_path / "cut")
     with open(tmp_path / "cut/optimizer/__1_0.distcp", "r+b") as file:
         file.truncate(1000)
     with pytest.raises(CheckpointException):
         group.load_optimizer(tmp_path / "cut")
     assert group.update(groups_of(samples), 1e-3)["actor/updates"] == 2
-    # An error of one rank's own, which the other one would wait for.
+    # One rank fails with its own error, while the other one would wait for it.
     ray.get(group.actors[0].__ray_call__.remote(lambda self: setattr(self, "accumulate_gradients", None)))
     with pytest.raises(TypeError, match="NoneType"):
         group.update(groups_of(samples), 1e-3)
-    # And so nobody is left waiting in a collective, to take the next call's tensors for that one's.
+    # No rank stays in a collective, where it would mistake tensors of the next call for tensors of this one.
     with pytest.raises(RanksLost, match="have been shut down"):
         group.update(groups_of(samples), 1e-3)
 
@@ -224,8 +227,10 @@ def kill(group, rank, after):
 def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
     folder, model, tokenizer, monkeypatch, tmp_path, capfd
 ):
-    """One in an update, one while it starts anew, one while a checkpoint is written: only the steps since the
-    last checkpoint are done again. And Ctrl-C while the ranks write one waits for it.
+    """One rank dies in an update, one while it restarts, and one while a checkpoint is written.
+
+    Only the steps after the last checkpoint are repeated. In addition, Ctrl-C while the ranks write a
+    checkpoint takes effect afterwards.
     """
     tokenizer.save_pretrained(folder)
     row = {
@@ -237,7 +242,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
 
     def played(run, batch, prompts):
-        """Instead of servers and rewards: the same samples for any number of ranks."""
+        """Replace servers and rewards: return the same samples for any number of ranks."""
         groups = [[Sample(row, row["prompt_ids"]) for _ in range(count)] for row, count in prompts]
         for sample, made in zip(sum(groups, []), a_step(model, seed=batch.step), strict=True):
             sample.prompt_ids, sample.response_ids, sample.rollout_logprobs = (
@@ -292,7 +297,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
             train_file=str(tmp_path / "rows.jsonl"),
             out_dir=str(out),
             device="cpu",
-            rollout="vllm",  # the samples are of other weights
+            rollout="vllm",  # the samples are from different weights
             policy_ranks=ranks,
             total_steps=4,
             save_every=2,
@@ -311,7 +316,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
         last = train(config)
         weights.append(load_file(last / "model.safetensors"))
         lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
-        assert sorted(os.listdir(out / "checkpoints")) == ["step_2", "step_4"]  # nothing half written
+        assert sorted(os.listdir(out / "checkpoints")) == ["step_2", "step_4"]  # nothing is incomplete
     said = capfd.readouterr().out
     assert "finishing this step, then saving" in said and "--resume auto resumes after step 2" in said
     for count in (1, 2, 3):
@@ -327,7 +332,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
 
 
 class Sender:
-    """Of a group only what PolicyServers needs: weights that go to Ray actors."""
+    """A group with only what PolicyServers needs: it sends weights to Ray actors."""
 
     device, reservation, starts, lost = CPU, None, 1, False
 
@@ -346,11 +351,13 @@ class Sender:
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     folder, model, tokenizer, stand_in, monkeypatch  # noqa: F811
 ):
-    """Servers in actors, played, with the weights in packs smaller than a tensor. A folder's process may die,
-    and a server that comes to another node needs the ranks: without them whoever samples is told.
+    """The servers are actors with a stand-in for vLLM, and the packs of weights are smaller than a tensor.
+
+    The process of a folder may die. A server that moves to another node needs the ranks; without them, the
+    sampling code gets an error.
     """
     ray.shutdown()
-    reward_loop.connect_ray()  # one whose actors find the played vLLM
+    reward_loop.connect_ray()  # a Ray whose actors find the stand-in for vLLM
     monkeypatch.setattr(weights_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
@@ -380,8 +387,8 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
         folder.__ray_call__.options(max_task_retries=0).remote(die)
         policy.model.lm_head.weight.data.add_(1.0)
         servers.sync()
-        assert is_served() and list(servers.folders.values()) == [folder]  # Ray has started it again
-        servers.folders.clear()  # as if the server below came back on another node
+        assert is_served() and list(servers.folders.values()) == [folder]  # Ray has restarted it
+        servers.folders.clear()  # as if the server came back on another node
         sender.lost = True
         os.kill(ray.get(servers.actors[0].__ray_call__.remote(lambda self: self.child.pid)), signal.SIGKILL)
         with pytest.raises(RanksLost):

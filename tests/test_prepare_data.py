@@ -1,5 +1,5 @@
-"""Tests of prepare_data.py on the real samples in tests/data and on made-up rows where no sample is free to
-copy."""
+"""prepare_data.py on the real samples in tests/data, and on made-up rows of data sets that may not be copied.
+"""
 
 import csv
 import json
@@ -30,13 +30,13 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def build(tasks: list[str], source_dir: Path, out_dir: Path, **settings) -> dict[str, list[dict]]:
-    """File name -> rows, as read back from parquet; checks that the counts told are the counts written."""
+    """Return {file name: rows} as read back from parquet. Checks that the printed counts are correct."""
     counts = prepare(Config(tasks=tasks, source_dir=source_dir, out_dir=out_dir, **settings))
     files = {path.name: pq.read_table(path).to_pylist() for path in out_dir.glob("*.parquet")}
     assert {name: len(rows) for name, rows in files.items()} == counts
     assert [
         path for path in out_dir.iterdir() if path.suffix != ".parquet"
-    ] == []  # no half-written file is left
+    ] == []  # there is no incomplete file
     return files
 
 
@@ -119,7 +119,7 @@ def test_critic_rows_keep_their_prompts_and_labels(real):
     assert Counter(row["reward_model"]["ground_truth"] == -1 for row in rows) == {True: 50, False: 50}
 
 
-# --- made-up rows of the others -----------------------------------------------------------------------------
+# --- made-up rows of the other data sets
 
 
 def gpqa_rows(count: int) -> list[dict]:
@@ -137,7 +137,7 @@ def test_gpqa(tmp_path):
         letter = row["reward_model"]["ground_truth"]
         question, *choices, empty, ask = row["prompt"][0]["content"].split("\n")
         assert (question, empty) == (f"Question {i}?", "")
-        # a judge must see what the letter stands for
+        # The judge also needs the choices.
         assert row["extra_info"]["question"] == "\n".join([question, *choices])
         assert (
             ask == "Please reason step by step, and put your final answer "
@@ -149,11 +149,11 @@ def test_gpqa(tmp_path):
         assert row["ability"] == "General" and row["data_source"] == "gpqa-diamond"
     assert all(count > 30 for count in Counter(row["reward_model"]["ground_truth"] for row in rows).values())
 
-    # the same every time
+    # A second build gives the same rows.
     assert build(["gpqa"], tmp_path, tmp_path / "b")["gpqa-diamond_test.parquet"] == rows
     other = build(["gpqa"], tmp_path, tmp_path / "c", seed=1)["gpqa-diamond_test.parquet"]
     assert sum(a["prompt"] != b["prompt"] for a, b in zip(rows, other)) > 150
-    (tmp_path / "half").mkdir()  # a row's order does not depend on the rows before it
+    (tmp_path / "half").mkdir()  # a row's order does not depend on earlier rows
     write_jsonl(tmp_path / "half" / "gpqa-diamond.jsonl", gpqa_rows(200)[100:])
     half = build(["gpqa"], tmp_path / "half", tmp_path / "d")["gpqa-diamond_test.parquet"]
     assert [row["prompt"] for row in half] == [row["prompt"] for row in rows[100:]]
@@ -200,7 +200,7 @@ def test_processbench(tmp_path):
         "[Ground Truth]\n\n7\n\n[AI Solution]\n\n<paragraph_0>\none\n</paragraph_0>\n\n<paragraph_1>\n"
         in prompts[0]
     )
-    # told by the problem's other solution
+    # The answer comes from the problem's other solution.
     assert "[Ground Truth]\n\n7\n\n" in prompts[1] and "\\boxed{8}" in prompts[1]
     assert "Ground Truth" not in prompts[2] and "Ground Truth" not in prompts[3]
 
@@ -236,7 +236,7 @@ def test_which_source_a_file_serves(name, served):
     } == served
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # the second as spreadsheets write it
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # spreadsheets write the second one
 @pytest.mark.parametrize("format", ["parquet", "json", "jsonl", "CSV"])
 def test_formats(tmp_path, format, encoding):
     rows = [{"problem": 'One,\n"two"\u2028?', "answer": "1"}, {"problem": "Zwölf?", "answer": "12"}]
@@ -284,7 +284,10 @@ def test_tilde_is_expanded(tmp_path, monkeypatch):
 
 
 def test_hub(tmp_path, monkeypatch):
-    """The hub is played by a function: which repository and files are asked for, and what a failure says."""
+    """A function simulates the Hub.
+
+    Check which repository and files are requested, and the message of a failure.
+    """
     asked = []
 
     def fetch(repo, repo_type, allow_patterns):
@@ -309,14 +312,14 @@ def test_hub(tmp_path, monkeypatch):
     assert asked[0] == ("openai/gsm8k", "dataset", ["main/train-*.parquet"])
     with pytest.raises(OSError, match="HF_TOKEN.*--source-dir"):
         prepare(Config(tasks=["gpqa"], out_dir=tmp_path / "out"))
-    # one of two splits is not all that was asked for
+    # One of two splits is less than was requested.
     (tmp_path / "hub/main/test-00000-of-00001.parquet").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path / "hub"))
     with pytest.raises(OSError, match=r"--tasks gsm8k: openai/gsm8k has no file that matches main/test"):
         prepare(Config(tasks=["gsm8k"], out_dir=tmp_path / "half"))
     assert (tmp_path / "half/gsm8k_train.parquet").is_file()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    # all goes on with the others
+    # --tasks all continues with the other data sets.
     with pytest.raises(OSError, match=r"gpqa: cannot download .*gpqa .*MATH-500 has no file that matches"):
         prepare(Config(tasks=["all"], out_dir=tmp_path / "all"))
     assert {path.name for path in (tmp_path / "all").iterdir()} == {
@@ -327,7 +330,7 @@ def test_hub(tmp_path, monkeypatch):
         prepare(Config(tasks=["math500"], out_dir=tmp_path / "out"))
 
 
-# --- what is wrong is named ---------------------------------------------------------------------------------
+# --- messages about invalid input
 
 
 @pytest.mark.parametrize(
@@ -403,12 +406,12 @@ WORKED = "We add both numbers.\n\nSo it is \\boxed{2}. " * 20
         {"question": "1+1?", "final_answer": 2, "solution": [WORKED]},  # OlympiadBench, its list unpacked
         {"Question": "1+1?", "expected_answer": " 2 ", "generated_solution": WORKED},
         {"problem": "1+1?", "Answer": 2, "solution": WORKED},
-        {"prompt": "1+1?", "solution": "2"},  # the hub's DAPO
+        {"prompt": "1+1?", "solution": "2"},  # DAPO on the Hub
     ],
 )
 @pytest.mark.parametrize("over_lines", [None, 2])
 def test_the_answer_is_taken_and_not_the_worked_solution(tmp_path, columns, over_lines):
-    """Also from objects that are printed over several lines."""
+    """This also holds for objects that span several lines."""
     text = "\n".join([json.dumps(columns, indent=over_lines)] * 3)
     (tmp_path / "math-dapo.json").write_text(text)
     rows = build(["dapo"], tmp_path, tmp_path / "out")["math-dapo_train.parquet"]
@@ -564,7 +567,10 @@ def test_bad_settings(tmp_path, settings, message):
 
 
 def test_all_skips_no_file_that_is_damaged_and_none_that_cannot_be_written(tmp_path):
-    """Only what is not there is skipped: a damaged page of a parquet file is no ValueError of pyarrow's."""
+    """Only missing files are skipped.
+
+    For a damaged page, pyarrow raises an error that is not a ValueError.
+    """
     rows = [{"problem": f"{number}?", "answer": f"{number}"} for number in range(1000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "math500.parquet")
     whole = (tmp_path / "math500.parquet").read_bytes()

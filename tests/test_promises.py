@@ -180,7 +180,7 @@ def by_index(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.slow
 def test_every_row_of_a_file_gets_its_own_score(tmp_path):
-    """Children that come back, noise, deaths and random pauses move no score to another row."""
+    """Returning children, noise, deaths and random pauses must not move a score to a different row."""
     (tmp_path / "chaos.py").write_text(CHAOS)
     rows = []
     for index in range(300):

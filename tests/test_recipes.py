@@ -1,4 +1,7 @@
-"""Every command in recipes/ parses against the script it calls. (Those of README and docs: test_docs.py.)"""
+"""Every command in recipes/ parses with the script that it calls.
+
+(test_docs.py has the commands of README and docs.)
+"""
 
 import importlib
 import importlib.util
@@ -43,7 +46,7 @@ JUDGE_4B = Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=97
                        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)  # fmt: skip
 SMALL = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                     num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
-ONE_GPU = {  # GB, the policy's shape (see `shapes`), the judge's
+ONE_GPU = {  # GB, shape of the policy (see `shapes`), shape of the judge
     "fapo_7b_one_gpu": (80, "7b", "judge"),
     "fapo_1.5b_24gb": (24, "1b", "small"),
 }
@@ -71,7 +74,7 @@ def commands(text):
 
 
 def load(script):
-    """The module of a script: "grpo_trainer", "toy.report" or "benchmarks/bench_router"."""
+    """Load a script as a module: "grpo_trainer", "toy.report" or "benchmarks/bench_router"."""
     if "/" not in script:
         return importlib.import_module(script)
     spec = importlib.util.spec_from_file_location(script.replace("/", "_"), ROOT / f"{script}.py")
@@ -89,14 +92,14 @@ def parse(script, arguments):
 def test_recipe_parses(path):
     found = list(commands(path.read_text()))
     both = path.stem.startswith(("fapo", "baseline", "toy"))  # with and without an external judge
-    both = both and path.stem != "toy_tools"  # which calls the trainer by a function of toy_runs.sh
+    both = both and path.stem != "toy_tools"  # it calls the trainer through a function of toy_runs.sh
     assert len(found) >= 1 + both - (path.stem in ONE_GPU)
     for script, arguments in found:
         config = parse(script, arguments)
         if path.stem in ONE_GPU:
             smaller = ("train_batch_size", "mini_batch_size", "lr", "overlong_buffer")
             expected = {name: value for name, value in SHARED.items() if name not in smaller}
-            expected |= dict(clip_low=None, clip_high=None)  # the loss's own, which are the paper's
+            expected |= dict(clip_low=None, clip_high=None)  # the loss's defaults, as in the paper
             assert {name: getattr(config, name) for name in expected} == expected
             assert config.lora_rank and config.genrm and config.lr == 1e-5
         elif script == "grpo_trainer" and not path.stem.startswith(("toy", "gsm8k", "disrm", "public")):
@@ -112,17 +115,17 @@ def test_recipe_parses(path):
 
 
 def plan(arguments, gb, policy, judge=None):
-    """The lines about memory of the plan for one GPU of so many GB, with models of these shapes."""
+    """Return the lines about memory in the plan for one GPU of this many GB, with models of these shapes."""
     arguments = [*arguments, "--model", str(policy), "--gpus", "1", "--gpu-gb", str(gb)]
     arguments += ["--genrm", str(judge)] if judge else []
     text = plan_run.report(parse("tools.plan_run", arguments).resolved(1), num_rows=1)
-    assert len(re.findall("^1 GPUs: .*rank 0.* [+] .*policy server 0", text, re.M)) == 1  # all on one device
+    assert len(re.findall("^1 GPUs: .*rank 0.* [+] .*policy server 0", text, re.M)) == 1  # on one device
     return [line for line in text.splitlines() if " GB " in line]
 
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """Folders with a config.json and nothing else."""
+    """Write folders that contain only a config.json."""
     folder = tmp_path_factory.mktemp("shapes")
     for name, shape in (("7b", QWEN_7B), ("1b", QWEN_1B), ("judge", JUDGE_4B), ("small", SMALL)):
         shape.save_pretrained(folder / name)
@@ -146,7 +149,7 @@ def test_a_plan_for_two_nodes_keeps_each_server_on_one_of_them(shapes):
         plan_of(shapes, "--rollout-tensor-parallel", "4", "--gpus", "3", "3", "2")
 
 
-@pytest.mark.parametrize("gpus, fits", [(4, True), (12, False), (7, False)])  # 28 heads, 4 of keys
+@pytest.mark.parametrize("gpus, fits", [(4, True), (12, False), (7, False)])  # 28 heads, 4 key heads
 def test_a_plan_says_when_heads_cannot_be_split_over_the_gpus(shapes, gpus, fits):
     text = plan_of(shapes, "--rollout-tensor-parallel", str(gpus), "--gpus", str(gpus + 1))
     (line,) = re.findall("policy server: .*", text)
@@ -201,7 +204,7 @@ def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
 
 
 def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
-    """The whole command, without a Ray or a GPU: what would share which of them."""
+    """Run the whole command without Ray or a GPU: the plan shows which processes would share a GPU."""
     row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
            "reward_model": {"ground_truth": "1"}}  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -230,7 +233,7 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
 
 def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
-    assert config.clip_low is config.clip_high is None  # the loss's own
+    assert config.clip_low is config.clip_high is None  # the loss's defaults
     own = LOSSES[config.loss]
     config.clip_low, config.clip_high = own.clip.low, own.clip.high
     assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
@@ -238,8 +241,10 @@ def test_the_papers_settings_are_the_trainers_defaults():
 
 @pytest.fixture
 def run_recipe(tmp_path):
-    """Runs a recipe with a `python` that only writes down the trainer's arguments; a job's in a copy of the
-    folder."""
+    """Run a recipe with a stand-in for `python` that only records the trainer's arguments.
+
+    A job runs in a copy of the folder.
+    """
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
     trainer = f'printf \'%s\\n\' "$PWD" "$@" >{tmp_path}/arguments'
@@ -265,7 +270,7 @@ def run_recipe(tmp_path):
 
 
 def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
-    """From the root; told where; and as a Ray job, which runs in a copy of the folder that is deleted."""
+    """Run it from the root, with paths, and as a Ray job, which runs in a temporary copy of the folder."""
     config = run_recipe("fapo_7b", "--total-steps", "1")
     assert config.train_file == f"{ROOT}/data/math-dapo_train.parquet" and config.total_steps == 1
     assert config.out_dir == f"{ROOT}/outputs/fapo_7b" and config.genrm and not config.router_address
@@ -280,7 +285,10 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
 
 
 def test_a_run_from_a_start_of_the_second_world(run_recipe):
-    """FAPO's, or one's own by further flags; in a folder without .venv, so that the stand-in is found."""
+    """Use FAPO, or another algorithm with additional flags.
+
+    The folder has no .venv, so that the stand-in is found.
+    """
     config = run_recipe("second_world", "1", "outputs/mine", "--seed", "2", "--advantage", "papo", job=True)
     assert (config.model, config.out_dir) == ("toy/models/own1", "outputs/mine")
     assert config.train_file == "data/own1/toy_train.parquet" and config.max_response_length == 112
@@ -313,7 +321,7 @@ if [ "$1" = --out-dir ]; then mkdir -p "$2"; exit; fi
 
 @pytest.mark.slow
 def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
-    """The whole script, with a stand-in for every Python that it starts."""
+    """Run the whole script with a stand-in for every Python process that it starts."""
     for folder in ("bin", "served", "copy"):
         (tmp_path / folder).mkdir()
     (tmp_path / "served/health").touch()
@@ -326,7 +334,7 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path / "copy")
     environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OUT": f"{tmp_path}/out"}
-    for _ in range(2):  # the second time all is finished
+    for _ in range(2):  # the second time, all runs are finished
         done = subprocess.run(["bash", "recipes/evidence.sh"], cwd=tmp_path / "copy", env=environment,
                               capture_output=True, text=True, timeout=120)  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -349,7 +357,7 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
 
 @pytest.mark.slow
 def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
-    """A dry run: short problems, each after the worked example; further flags are the trainer's."""
+    """In a dry run, each short problem follows the worked example, and additional flags reach the trainer."""
     settings = dict(SOURCE_DIR="tests/data", DATA=str(tmp_path), HELD_OUT="5", HF_HUB_OFFLINE="1")
     command = ["bash", "recipes/gsm8k_laptop.sh", "toy/models/policy", "", "--max-positions=4096"]
     command.append("--dry-run")
@@ -367,7 +375,7 @@ def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
 
 
 def test_the_share_for_the_form():
-    """+1 or -1 by the rule, and 0.2 for a box that holds a number."""
+    """The rule scores +1 or -1, and a box with a number adds 0.2."""
     score = load("recipes/gsm8k_reward").compute_score
     about = dict(data_source="gsm8k", ground_truth="1234")
     for text, expected, boxed in (

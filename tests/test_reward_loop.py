@@ -1,4 +1,5 @@
-"""The reward loop: every fault happens for real (processes are killed, nodes go away, servers refuse)."""
+"""The Reward Loop: every fault is real (processes are killed, nodes disappear, servers refuse connections).
+"""
 
 import asyncio
 import collections
@@ -50,7 +51,7 @@ def make_manager(reward_models=None, overlong=None, reward_kwargs=None, **option
 
 @pytest.fixture
 def start(local_ray):
-    """start(function, **options) -> a manager that is shut down after the test."""
+    """Yield start(function, **options), which returns a manager that is shut down after the test."""
     managers = []
 
     def start_one(function, **options):
@@ -75,12 +76,12 @@ def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch, nod
 
 @pytest.fixture(scope="module")
 def shared(local_ray):
-    """shared(function) -> one manager of two workers for all tests that name this function."""
+    """Yield shared(function), which returns one manager with two workers for all tests of this function."""
     managers = {}
 
     def start_once(function):
         if function not in managers:
-            patience = 4.0 if function == "async_fault" else 60.0  # there are tests of what hangs
+            patience = 4.0 if function == "async_fault" else 60.0  # some tests use functions that hang
             options = dict(num_workers=2, sync_processes=1, timeout=patience)
             managers[function] = make_manager(reward_fn=f"{FAULTS}:{function}", **options)
         return managers[function]
@@ -91,12 +92,15 @@ def shared(local_ray):
 
 
 class FakeServer:
-    """A real HTTP server in a thread. handler(request) is an async function; `requests` has their JSON."""
+    """A real HTTP server in a thread.
+
+    handler(request) is an async function, and `requests` has the JSON of all requests.
+    """
 
     def __init__(self, handler, port=0):
         self.handler, self.requests, self.times, self.paths, self.now, self.most = handler, [], [], [], 0, 0
         self.keys = set()
-        self.workers = None  # of a router: the manager asks how many there are
+        self.workers = None  # set for a router: the manager asks for the number of servers
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -150,7 +154,7 @@ def serve():
 
 
 async def critic(request):
-    """A judge that finds no error, in OpenAI's form."""
+    """Respond like a judge that finds no error, in OpenAI's format."""
     if request.path == "/v1/models":
         return web.json_response({"data": [{"id": "judge"}]})
     message = {"role": "assistant", "content": "All is well. \\boxed{-1}"}
@@ -168,7 +172,7 @@ def sample(response, ground_truth="1", **columns):
 
 
 def until(condition, seconds=90.0):
-    """Polls until condition() is true; fails the test if it never is."""
+    """Wait until condition() is true, and fail the test if this takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -176,7 +180,7 @@ def until(condition, seconds=90.0):
 
 
 async def until_most(server, number):
-    """In a FakeServer: until so many requests were in it at once, but for a minute at most."""
+    """Wait in a FakeServer until it has this many concurrent requests, but for a minute at most."""
     for _ in range(6000):
         if server.most >= number:
             break
@@ -184,7 +188,7 @@ async def until_most(server, number):
 
 
 def alive(pid):
-    """False for a process that is gone or waits to be reaped."""
+    """Return False for a process that has ended or is a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -201,7 +205,7 @@ def free_port():
 
 
 def test_overlong_penalty():
-    # max 100, buffer 20: nothing to 80, half the factor at 90, the whole at 100
+    # The maximum is 100 and the buffer 20: no penalty up to 80, half the factor at 90, all of it at 100.
     found = [overlong_penalty(length, 100, 20, 2.0) for length in (0, 80, 81, 90, 100)]
     assert found == [0.0, 0.0, -0.1, -1.0, -2.0]
     for buffer in (0, -1, 101):
@@ -221,7 +225,7 @@ def test_http_errors_that_may_pass():
     for status in (408, 429, 500, 503, 520, 529, 530):  # 529: overloaded
         assert reward_worker.is_retryable(answer(status))
     assert reward_worker.is_retryable(aiohttp.ServerDisconnectedError())
-    assert reward_worker.is_retryable(aiohttp.ClientPayloadError())  # cut within the answer
+    assert reward_worker.is_retryable(aiohttp.ClientPayloadError())  # cut off within the response
     response = requests.Response()
     response.status_code = 503
     assert reward_worker.is_retryable(requests.HTTPError(response=response))
@@ -239,16 +243,16 @@ def outcome(score, **extra):
 def test_rate_counts_the_samples_that_needed_a_verdict():
     right, down = outcome(1.0, genrm_status="ok"), outcome(None, genrm_status="http_error")
     wrong, broken = outcome(-1.0, genrm_status="skipped"), outcome(None, error="KeyError")
-    assert no_verdict_rate([wrong] * 86 + [down] * 14) == 1.0  # 14 % right answers, no judge
+    assert no_verdict_rate([wrong] * 86 + [down] * 14) == 1.0  # 14 % correct answers, no judge
     assert no_verdict_rate([wrong] * 86 + [down] * 7 + [right] * 7) == 0.5
     assert no_verdict_rate([wrong] * 86 + [broken] * 2 + [right] * 2) == 0.5
-    # a function without a judge: all samples count
+    # If a function has no judge, all samples count.
     assert no_verdict_rate([outcome(1.0)] * 3 + [outcome(None)]) == 0.25
-    # asked where a wrong answer errs, it needed no verdict for its score
+    # If the judge only locates the error of a wrong answer, the score needs no verdict.
     asked = [outcome(-1.0, genrm_status=status, acc=False) for status in ("ok", "http_error")]
     assert no_verdict_rate(asked * 43 + [down] * 7 + [right] * 7) == 0.5
     assert no_verdict_rate([wrong]) == no_verdict_rate([]) == 0.0
-    assert no_verdict_rate([outcome(None, genrm_status="skipped"), wrong]) == 1.0  # the rule itself gave none
+    assert no_verdict_rate([outcome(None, genrm_status="skipped"), wrong]) == 1.0  # the rule gave no score
 
 
 def test_names_of_several_models():
@@ -292,7 +296,7 @@ def test_flags_of_the_options_are_the_same_for_every_command_line(capsys):
 
 # ---- what the function may do
 
-OUTCOMES = {  # response -> (score, status, part of extra info or of its error text)
+OUTCOMES = {  # response -> (score, status, part of the extra info or of the error text)
     "one": (1.0, "ok", {"score": 1.0}),
     "integer": (2.0, "ok", {"score": 2.0}),
     "true": (1.0, "ok", {"score": 1.0}),
@@ -357,7 +361,7 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(shared):
 
 
 def test_what_python_cannot_read_back_costs_its_own_sample(start):
-    """A function may lift Python's limits in its process; the driver's are as they were."""
+    """A function may lift Python's limits in its process, but they still apply in the driver."""
     responses = ["one", "digits", "one", "depth", "one"]
     results = start(f"{FAULTS}:lifts_limits").score_batch([sample(response) for response in responses])
     assert [result["status"] for result in results] == ["ok", "error", "ok", "error", "ok"]
@@ -399,12 +403,12 @@ def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start):
     "options, most", [({}, 2), ({"router_address": ("h:1",)}, 8), ({"sync_processes": 3}, 3)]
 )
 def test_processes_for_a_sync_function(start, tmp_path, options, most):
-    """One a core; four where there is a judge to wait for."""
+    """By default, there is one per core, or four if there is a judge to wait for."""
     options = {"sync_processes": 0, "max_in_flight": 100} | options
     manager = start(f"{FAULTS}:waits_until_released", reward_kwargs={"folder": str(tmp_path)}, **options)
     futures = [manager.submit(sample("x")) for _ in range(12)]
     until(lambda: len(list(tmp_path.iterdir())) >= most)
-    time.sleep(2)  # long enough for more to start
+    time.sleep(2)  # long enough for more processes to start
     assert len(list(tmp_path.iterdir())) == most
     (tmp_path / "released").touch()
     assert {future.result(60)["status"] for future in futures} == {"ok"}
@@ -419,7 +423,7 @@ def test_sync_functions_and_event_loops(start, function):
 
 @pytest.mark.slow
 def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypatch):
-    """The file loads once; when its process has died, it does not any more."""
+    """The file loads once, but not again after its process has died."""
     body = f"import os, time\nif os.path.exists('{tmp_path}/mark'):\n    time.sleep(3600)\n"
     body += f"def ask(solution_str, **_):\n    open('{tmp_path}/mark', 'w').close()\n    os._exit(1)\n"
     (tmp_path / "asking.py").write_text(body)
@@ -430,7 +434,10 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
 
 @pytest.mark.parametrize("function", ["environment", "async_environment"])
 def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
-    """The cluster was started without the key: it comes from the manager's environment, and is nowhere."""
+    """The cluster was started without the key.
+
+    It comes from the manager's environment and is not stored anywhere.
+    """
     monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
     manager = start(f"{FAULTS}:{function}")
     found = manager.score_batch([sample("x")])[0]["reward_extra_info"]
@@ -455,11 +462,14 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
     until(lambda: not alive(pid))
     assert [result["status"] for result in manager.score_batch([sample("one")] * 2)] == [
         "ok"
-    ] * 2  # one a worker
+    ] * 2  # one per worker
 
 
 def test_async_function_that_ends_its_worker(shared):
-    """The worker dies twice with the sample; then that is alone in a process, which dies four times."""
+    """The worker dies twice with the sample.
+
+    Then the sample runs alone in a process, which dies four times.
+    """
     manager = shared("async_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30
     results = manager.score_batch([sample(response) for response in responses])
@@ -468,7 +478,7 @@ def test_async_function_that_ends_its_worker(shared):
 
 
 def test_sys_exit_in_a_task_costs_its_own_sample(shared):
-    """A SystemExit in a task leaves an event loop that would raise it again for the next sample."""
+    """After a SystemExit in a task, the event loop would raise it again for the next sample."""
     texts = ["one"] * 9 + ["exit_in_a_task"] + ["one"] * 9
     results = shared("async_fault").score_batch([sample(text) for text in texts])
     assert [result["status"] for result in results] == ["ok"] * 9 + ["error"] + ["ok"] * 9
@@ -489,9 +499,12 @@ def test_each_sample_has_its_own_extra_info(start):
 
 @pytest.mark.parametrize("function", ["takes_step", "async_takes_step", "takes_anything"])
 def test_step_and_seconds(start, function):
-    """`step` comes to functions that name it and stands in extra_info; a result says how long it took."""
+    """Functions that name `step` get it as an argument, and it is in extra_info.
+
+    Each result contains its duration.
+    """
     manager = start(f"{FAULTS}:{function}")
-    row = sample("1.01", step=7)  # seconds of sleep; a timer of uvloop may ring a millisecond early
+    row = sample("1.01", step=7)  # seconds of sleep; uvloop's timers may end a millisecond early
     with_step, without = manager.score_batch([row, sample("0")])
     assert with_step["reward_extra_info"]["seen"] == [None if function == "takes_anything" else 7, 7]
     assert without["reward_extra_info"]["seen"] == [None, None] and row["extra_info"].get("step") is None
@@ -511,7 +524,7 @@ def test_overlong_shaping(start):
 
 # ---- all samples of a prompt at once
 
-OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
+OF_GROUPS = [  # responses -> scores and statuses, or their common error
     (["a", "none", "nan", "dict"], [(4.0, "ok"), (None, "no_verdict"), (None, "error"), (1.0, "ok")]),
     (["array", "a", "b"], [(0.0, "ok"), (0.5, "ok"), (1.0, "ok")]),
     (["alone"], [(1.0, "ok")]),
@@ -530,10 +543,10 @@ OF_GROUPS = [  # responses -> the scores and statuses, or the error of them all
 @pytest.mark.parametrize("function", ["async_group", "sync_group"])
 def test_a_group_is_one_call_whose_failure_costs_that_group_alone(start, function):
     manager, tried = start(f"{GROUPS}:{function}", timeout=4.0), OF_GROUPS
-    if function == "async_group":  # which would end a whole worker: as with single samples
+    if function == "async_group":  # this would end a whole worker, as with single samples
         tried = OF_GROUPS[:-1]
     places = [(number, place) for number, (texts, _) in enumerate(tried) for place in range(len(texts))]
-    places.sort(key=lambda place: place[::-1])  # the groups' samples lie far apart
+    places.sort(key=lambda place: place[::-1])  # interleave the samples of all groups
     results = manager.score_batch([sample(OF_GROUPS[n][0][i], group=f"g{n}") for n, i in places])
     for (number, place), result in zip(places, results):
         texts, expected = OF_GROUPS[number]
@@ -550,7 +563,7 @@ def test_what_a_function_of_groups_is_given(start):
     other = [{"role": "user", "content": "2+0?"}]
     rows = [sample(text, response_length=length, step=3) for text, length in (("a", 90), ("bb", 10))]
     rows.insert(1, sample("ccc", response_length=20, prompt=other))
-    rows.append(sample("dd", response_length=30, ground_truth="2"))  # of another task with the same prompt
+    rows.append(sample("dd", response_length=30, ground_truth="2"))  # a different task with the same prompt
     results = manager.score_batch(rows)
     prompt = rows[0]["prompt"]
     info = rows[0]["extra_info"] | {"num_turns": 2, "rollout_reward_scores": {}}
@@ -560,9 +573,9 @@ def test_what_a_function_of_groups_is_given(start):
         ["test", ["a", "bb"], "1", info | {"step": 3}, prompt, [90, 10], 3],
         ["test", ["dd"], "2", info, prompt, [30], None],
     ]
-    assert [result["reward_score"] for result in results] == [1 - 0.5, 3.0, 2.0, 2.0]  # each its own penalty
+    assert [result["reward_score"] for result in results] == [1 - 0.5, 3.0, 2.0, 2.0]  # separate penalties
     assert "changed" not in rows[0]["extra_info"]
-    together = [future.result(30) for future in manager.submit_group(rows[:2])]  # whoever calls knows best
+    together = [future.result(30) for future in manager.submit_group(rows[:2])]  # the caller defines groups
     assert [result["reward_extra_info"]["seen"][1] for result in together] == [["a", "ccc"]] * 2
     assert manager.submit(rows[0]).result(30)["reward_extra_info"]["seen"][1] == ["a"]
     del rows[3]["prompt"]
@@ -585,11 +598,11 @@ def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
     manager = start(write_function(tmp_path, body), **options)
     results = manager.score_batch([sample(str(number), group=number % 5) for number in range(20)])
     assert [result["status"] for result in results] == ["ok"] * 20 and server.most == 2
-    assert len(server.requests) == 6  # five groups, one of which was asked about twice
+    assert len(server.requests) == 6  # five groups, one of which was retried
     assert all(len(request["text"]) == 4 for request in server.requests)
 
 
-# ---- one by one
+# ---- calls for single samples
 
 
 def test_score_one_from_many_loops_and_threads(shared):
@@ -617,7 +630,7 @@ def test_score_one_from_many_loops_and_threads(shared):
 
 
 def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_going():
-    """Python 3.11's asyncio.wait_for returns the answer and forgets that it was cancelled."""
+    """In Python 3.11, asyncio.wait_for returns the result and forgets that it was cancelled."""
     import ray
 
     async def end():
@@ -647,7 +660,7 @@ def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(sta
         assert [result["status"] for result in quick] == ["ok"] * 5 and not slow.done()
         gone = asyncio.create_task(manager.score_one(sample("hang")))
         await asyncio.sleep(0)
-        gone.cancel()  # a caller that goes away disturbs nobody
+        gone.cancel()  # a cancelled caller does not affect others
         assert (await manager.score_one(sample("one")))["status"] == "ok"
         await asyncio.to_thread(manager.shutdown)
         with pytest.raises(RuntimeError, match="shut down"):
@@ -712,7 +725,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         manager.submit(sample("x"))
 
 
-# ---- wrong settings
+# ---- invalid settings
 
 
 @pytest.mark.parametrize(
@@ -764,7 +777,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"genrm_gpu_share": 0.5}, "--genrm-gpu-share 0.5: has no effect without --genrm"),
         ({"genrm_cpus": "0"}, "--genrm-cpus 0: has no effect without --genrm"),
         ({"genrm_vllm_args": "--x"}, "--genrm-vllm-args --x: has no effect without --genrm"),
-        # a classifier that nobody starts: the rule must not score in its place
+        # Nobody starts the classifier, and the rule must not score instead.
         ({"reward_model_task": ("classify",)}, "-task classify: .* needs .* --reward-model-tokenizer"),
         (
             {"reward_model_task": ("classify",), "reward_model_tokenizer": "t"},
@@ -784,12 +797,14 @@ CHILDREN = ["child returns", "child raises", "child exits", "child ends"]
 
 
 def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
-    """A child that comes back from the function would answer for the next sample, and so on for ever."""
+    """A forked child that returns from the function would answer for the next sample, and for all samples
+    after it.
+    """
     responses = [*CHILDREN, "child writes", "", "noise", "noise1 [[]]\n", "noise\0\0\0\5", ""] * 2
     samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
     results = shared("forks").score_batch(samples)
     for index, (response, result) in enumerate(zip(responses, results)):
-        if response in ("noise1 [[]]\n", "noise\0\0\0\5"):  # such a sample loses its own answer only
+        if response in ("noise1 [[]]\n", "noise\0\0\0\5"):  # this sample loses only its own result
             assert result["status"] == "error" and result["reward_score"] is None
             assert "died or hung 6 times" in result["reward_extra_info"]["error"]
         else:
@@ -818,7 +833,7 @@ import os, weight_of_a_rule
 @pytest.mark.parametrize("kind", ["", "async "])
 @pytest.mark.parametrize("edited", ["rule.py", "weight_of_a_rule.py", "parts_of_a_rule/later.py"])
 def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, kind, edited):
-    """Whatever loads the function again after an edit, such as a new process, scores nothing with it."""
+    """If the function was edited, whatever loads it again, such as a new process, gives no score."""
     (tmp_path / "parts_of_a_rule").mkdir()
     (tmp_path / "weight_of_a_rule.py").write_text("WEIGHT = 1.0\n")
     (tmp_path / "parts_of_a_rule" / "later.py").write_text("WEIGHT = 1.0\n")
@@ -831,7 +846,7 @@ def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, 
     assert {result["reward_score"] for result in results} <= {2.0, None}
     (last,) = manager.score_batch([sample("one")])
     assert last["status"] == "error" and f"{tmp_path / edited} has changed" in caplog.text
-    (tmp_path / edited).write_text(original)  # the remedy that the message names
+    (tmp_path / edited).write_text(original)  # the remedy in the message
     if not kind:
         assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
 
@@ -856,7 +871,7 @@ def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
     for place, name in enumerate(weights):
         file = tmp_path / f"{name}.py"
         file.parent.mkdir(exist_ok=True)
-        if file.parent != tmp_path:  # a folder without it gives way to a package of the same name
+        if file.parent != tmp_path:  # otherwise, a package with the same name takes precedence
             (file.parent / "__init__.py").touch()
         file.write_text(f"WEIGHT = {10**place}\n")
     (tmp_path / "rewards.py").write_text(NAMESAKES.format(kind=kind))
@@ -916,7 +931,7 @@ def test_default_rule(start):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A small tokenizer on disk with a BOS token in its chat template."""
+    """Return the path of a small tokenizer with a BOS token in its chat template."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -932,7 +947,7 @@ def tokenizer(tmp_path_factory):
 
 
 async def classifier(request):
-    """Scores a text by its length."""
+    """Score a text by its length."""
     body = await request.json()
     return web.json_response({"data": [{"probs": [len(body["input"]) / 100]}]})
 
@@ -981,7 +996,7 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
     assert tokenizer_of(judge, genrm=(path, "other=x/y")) == path
     assert tokenizer_of(judge, genrm=(path,), reward_model_tokenizer="given") == "given"
     assert tokenizer_of(None, genrm=(path,), reward_model_task=("classify",)) == path
-    # can do without
+    # This function does not need a tokenizer.
     assert tokenizer_of(f"{ROOT}/compute_score.py:compute_score_fapo", genrm=(path,)) is None
     assert tokenizer_of(judge, router_address=("h:1",)) is None
 
@@ -998,7 +1013,7 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path, 
     manager.score_batch([sample("x")] * 1000)
     assert manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
     assert reward_loop.IN_FLIGHT_PER_SERVER < server.most <= manager.max_in_flight
-    # no router: one server
+    # Without a router, one server is assumed.
     for address, warning in ((serve(critic).address, ""), (f"127.0.0.1:{free_port()}", "no response yet")):
         caplog.clear()
         manager = start(write_function(tmp_path, ASK), router_address=(address,))
@@ -1031,7 +1046,7 @@ def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
     assert results[1]["reward_extra_info"] == {"score": 0.0, "acc": False}
     manager.shutdown()
 
-    # a plain rule beside a running model
+    # A simple rule also works while a model is running.
     manager = start(f"{FUNCTIONS}/verl_sync_rule.py:compute_score", **addresses)
     assert [
         result["reward_score"] for result in manager.score_batch([sample("#### 1"), sample("#### 2")])
@@ -1069,7 +1084,7 @@ def test_several_reward_models_by_name(start, serve, tmp_path):
 
 
 def test_a_function_can_pass_on_what_it_is_given(start):
-    """Where it takes `**settings`, those of one model, whatever is running."""
+    """A function with `**settings` gets those of one model, even if several are running."""
     manager = start(f"{GROUPS}:passes_settings_on", router_address=("h:1", "rm=h:2"), reward_kwargs={"a": 1})
     (result,) = manager.score_batch([sample("x")])
     given = ["a", "reward_model_tokenizer", "reward_router_address"]
@@ -1095,13 +1110,13 @@ def test_requests_per_minute_are_evenly_paced_over_all_workers(start, serve, tmp
         return web.Response(text="ok")
 
     server = serve(quick)
-    options = dict(router_address=(server.address,), num_workers=2, max_rpm=600)  # one in 0.1 s
+    options = dict(router_address=(server.address,), num_workers=2, max_rpm=600)  # one per 0.1 s
     manager = start(write_function(tmp_path, ASK), **options)
     begun = time.monotonic()
     results = manager.score_batch([sample("x")] * 13)
     times = [moment for moment, path in zip(server.times, server.paths) if path == "/"]
     assert {result["status"] for result in results} == {"ok"} and len(times) == 13
-    # none before its turn: no bursts
+    # No request is sent before its turn, so there are no bursts.
     assert all(moment - begun > 0.1 * number - 0.01 for number, moment in enumerate(times))
 
 
@@ -1133,8 +1148,11 @@ def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, 
 
 @pytest.mark.slow
 def test_workers_and_grading_processes_are_killed_mid_batch(start, tmp_path):
-    """SIGKILL to a worker and to a grading process: all samples are scored, in order, one result each."""
-    # marked with the pid of a grading process, of a worker
+    """SIGKILL ends a worker and a grading process.
+
+    Still, all samples are scored in order, with one result each.
+    """
+    # The files are named after the pid of a grading process or a worker.
     for function in (
         "with_marks",
         "async_with_marks",
@@ -1146,7 +1164,7 @@ def test_workers_and_grading_processes_are_killed_mid_batch(start, tmp_path):
 
         def on_result(index, result):
             finished.append(index)
-            if len(finished) == 10:  # in the manager's own thread: samples are certainly on their way
+            if len(finished) == 10:  # in the manager's thread, while samples are running
                 victims.append(int(next(iter(folder.iterdir())).name))
                 os.kill(victims[0], signal.SIGKILL)
 
@@ -1159,7 +1177,7 @@ def test_workers_and_grading_processes_are_killed_mid_batch(start, tmp_path):
 
 
 def test_nothing_is_left_running(start, tmp_path):
-    """Grading processes end with their worker, even one that blocks, and even when the worker is killed."""
+    """Grading processes end with their worker, even if they block and even if the worker is killed."""
     manager = start(f"{FAULTS}:with_marks", reward_kwargs={"folder": str(tmp_path)})
     running = threading.Thread(
         target=lambda: pytest.raises(RuntimeError, manager.score_batch, [sample("3600")] * 2)
@@ -1176,7 +1194,10 @@ def test_nothing_is_left_running(start, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("response", ["block", "block_in_a_task", "block_all_threads"])
 def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog, response):
-    """An async function that blocks holds up its worker: it is restarted, its samples are tried alone."""
+    """An async function that blocks also blocks its worker.
+
+    The worker is restarted, and its samples are tried alone.
+    """
     monkeypatch.setattr(reward_loop, "BLOCKED_S", 2.0)
     monkeypatch.setattr(reward_loop, "WEDGED_S", 3.0)
     manager = start(f"{FAULTS}:async_fault", num_workers=2, timeout=2.0)
@@ -1197,7 +1218,7 @@ def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
 
 
 def run_script(body, **environment):
-    """Runs Python code in a process, and so in a Ray, of its own -> what it prints."""
+    """Run Python code in a separate process with a separate Ray cluster, and return its output."""
     body = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n" + textwrap.dedent(
         body
     )
@@ -1209,7 +1230,7 @@ def run_script(body, **environment):
 
 @pytest.mark.slow
 def test_calls_that_ray_loses():
-    """One call in ten of Ray's is lost on its way, and of as many the answer is."""
+    """Ray loses one call in ten on its way, and as many results."""
     fault = {"num_failures": -1, "req_failure_prob": 10, "resp_failure_prob": 10, "in_flight_failure_prob": 0}
     said = run_script(
         f"""
@@ -1227,17 +1248,17 @@ def test_calls_that_ray_loses():
 
 @pytest.mark.slow
 def test_a_ray_that_was_killed_holds_nobody_up():
-    """It leaves its address behind, where Ray itself would try for minutes."""
+    """A killed Ray leaves its address behind, and Ray would try for minutes to connect to it."""
     address, body = f"127.0.0.1:{free_port()}", "import reward_loop; reward_loop.connect_ray()"
     with tempfile.TemporaryDirectory(
         prefix="r", dir="/tmp"
-    ) as folder:  # short: it becomes part of a socket's name
+    ) as folder:  # a short path, because sockets are in it
         Path(folder, "ray").mkdir()
         Path(folder, "ray/ray_current_cluster").write_text(address)
         begun = time.monotonic()
         said = run_script(body, RAY_ADDRESS="", RAY_TMPDIR=folder)
         assert "Ray: started a cluster for this run," in said
-        assert time.monotonic() - begun < 90  # Ray itself gives up after minutes
+        assert time.monotonic() - begun < 90  # Ray itself gives up only after minutes
 
 
 @pytest.mark.slow
@@ -1314,7 +1335,7 @@ def test_a_node_goes_away(tmp_path):
             if len(finished) == 20:
                 threading.Thread(target=cluster.remove_node, args=(second, False)).start()
 
-        # The long ones are certainly under way on both nodes when the node goes.
+        # The long samples are running on both nodes when the node disappears.
         samples = [sample("0.01" if index < 40 else "5", ground_truth=str(index)) for index in range(200)]
         results = manager.score_batch(samples, on_result)
         assert [result["reward_score"] for result in results] == [float(index) for index in range(200)]
@@ -1329,13 +1350,13 @@ def test_a_node_goes_away(tmp_path):
         cluster.shutdown()
 
 
-# ---- judges that go down, and the command line
+# ---- judges that are down, and the command line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fapo", "raises"])
 def test_judge_is_down_for_some_seconds(start, serve, tmp_path, kind):
-    """No sample is lost, and none is paid as if the judge had found it flawless."""
+    """No sample is lost, and none is rewarded as if the judge had found no flaw."""
 
     async def finds_a_flaw(request):
         if request.path == "/v1/models":
@@ -1355,7 +1376,7 @@ def test_judge_is_down_for_some_seconds(start, serve, tmp_path, kind):
     assert len(results) == 50
     if kind == "raises":
         assert {result["status"] for result in results} == {"ok"}
-    else:  # a flaw is found, or there is no verdict: never the full reward
+    else:  # a flaw or no verdict, but never the full reward
         assert {(result["reward_score"], result["status"]) for result in results} <= {
             (0.0, "ok"),
             (None, "no_verdict"),

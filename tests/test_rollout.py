@@ -1,5 +1,6 @@
-"""Sampling: in this process against transformers, on real vLLM servers against the trainer, and the servers'
-weights."""
+"""Sampling: in this process compared with transformers, on real vLLM servers compared with the trainer, and
+the servers' weights.
+"""
 
 import asyncio
 import json
@@ -46,7 +47,7 @@ def test_greedy_rollout_is_what_transformers_generates(model):
 
 
 SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-OTHERS = {  # what may not get the mask in the form that full attention with rotary positions can take
+OTHERS = {  # these cannot use the mask of full attention with rotary positions
     "sliding window": MistralConfig(**SMALL, intermediate_size=64, num_key_value_heads=1, sliding_window=4),
     "learnt positions": GPT2Config(**SMALL, bos_token_id=1, eos_token_id=1),
     "positions from the mask": BloomConfig(**SMALL),
@@ -56,7 +57,7 @@ OTHERS = {  # what may not get the mask in the form that full attention with rot
 def other_model(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(OTHERS[kind]).eval()
-    for weight in model.parameters():  # as they begin, such small models hardly look at what came before
+    for weight in model.parameters():  # newly initialised, such small models hardly attend to earlier tokens
         torch.nn.init.normal_(weight, std=0.2)
     return model
 
@@ -80,13 +81,15 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
             assert entropy[mask].min() > 0 and entropy.max() < math.log(model.config.vocab_size)
 
 
-# No groups, or heads too wide for attention without copies.
+# These have no shared key heads, or heads that are too wide for attention without copies.
 NO_GROUPS = {"minicpm3", "modernbert-decoder", "opt", "falcon", "gemma4_text"}
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NO_GROUPS])
 def test_keys_of_several_heads_are_not_copied_on_cpu_and_no_bit_changes(name, monkeypatch):
-    """Beside transformers' own way, which copies them for every query head where there is a mask."""
+    """Compare with transformers' own attention, which copies the keys for every query head if there is a
+    mask.
+    """
     family_model, copied = of_family(name, **FAMILIES[name]), []
     copy, ours = sdpa_attention.repeat_kv, sdpa_attention.use_gqa_in_sdpa
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *keys: copied.append(1) or copy(*keys))
@@ -100,7 +103,9 @@ def test_keys_of_several_heads_are_not_copied_on_cpu_and_no_bit_changes(name, mo
 
 
 def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
-    """Here tables of rotary positions that are made anew when a text gets longer than any before."""
+    """In this case, these are tables of rotary positions, which are recomputed when a text is longer than all
+    before it.
+    """
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = LlamaForCausalLM(
         LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=8, rope_parameters=scaling)
@@ -115,9 +120,8 @@ def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
 
 
 def test_each_sample_is_reported_once_the_moment_it_ends(model):
-    """A sample that ends early is reported before the others have been written to their end; end tokens are
-    part of it."""
-    # an untrained model hardly ever writes its own end token
+    """A sample that ends early is reported before the others are complete, and includes its end token."""
+    # An untrained model hardly ever writes its own end token.
     ends = set(range(1, model.config.vocab_size, 4))
     order = []
     samples = roll_out(
@@ -146,22 +150,21 @@ def test_sampling_follows_the_distribution_and_top_p():
     expected = logits[0].softmax(-1)
     assert torch.allclose(tokens.bincount(minlength=4) / 20_000, expected, atol=0.015)
     assert torch.allclose(logprobs, expected.log()[tokens])
-    # .64 + .24: the second crosses 0.7 and stays
+    # Since .64 + .24 > 0.7, the second token crosses the limit and stays.
     tokens, _ = rollout.sample_tokens(logits, 1.0, 0.7, generator)
     assert set(tokens.tolist()) == {0, 1}
     assert set(rollout.sample_tokens(logits, 1.0, 0.6, generator)[0].tolist()) == {0}
     assert set(rollout.sample_tokens(logits, 0, 1.0, generator)[0].tolist()) == {0}
 
 
-# -----------------------------------------------------------------------------------------------------------
-# on vLLM servers
+# ---- on vLLM servers
 
 
 @pytest.mark.parametrize("script, tries", [(["cut", "500", "fine"], 3), (["400"], 1)])
 def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(
     script, tries, monkeypatch
 ):
-    """A real HTTP server that plays a script: half an answer, an error, an answer."""
+    """Use a scripted HTTP server: half a response, an error, a response."""
     asked, left = [], list(script)
 
     class Handler(BaseHTTPRequestHandler):
@@ -209,7 +212,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
 
 
 def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monkeypatch, capfd):
-    """A limit may be hours: the router's 504 says that one has passed."""
+    """The limit may be hours. A 504 from the router says that it has passed."""
     asked = []
 
     async def hang(request):
@@ -235,7 +238,10 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
 
 @pytest.mark.parametrize("size, ports", [(3, 1000), (512, 6)])
 def test_the_batch_size_is_that_of_each_server_as_far_as_there_are_ports(size, ports, monkeypatch):
-    """Two servers with three requests each: six are under way, the others wait here, where no clock runs."""
+    """Two servers get three requests each.
+
+    Six requests are running, and the others wait in the client, where no time limit applies.
+    """
     monkeypatch.setattr(rollout, "MAX_CONNECTIONS", ports)
     together, most, lock, six = [0], [0], threading.Lock(), threading.Event()
 
@@ -275,8 +281,10 @@ def move(policy, scale):
 
 
 def served_difference(servers, policy, temperature=1.0):
-    """Mean difference of log-probabilities over 16 samples from the servers, after a look at the samples
-    themselves."""
+    """Return the mean difference of log-probabilities over 16 samples from the servers.
+
+    Also checks the samples.
+    """
     ends, finished, samples = {1, 20, 21, 22, 23, 24, 25}, [], samples_of(PROMPTS, 4)
     rollout.rollout_vllm(
         servers,
@@ -287,7 +295,7 @@ def served_difference(servers, policy, temperature=1.0):
         rollout_batch_size=8,
         on_finished=lambda sample: finished.append(id(sample)),
     )
-    assert sorted(finished) == sorted(map(id, samples))  # each sample reported once
+    assert sorted(finished) == sorted(map(id, samples))  # each sample was reported once
     assert all(len(sample.rollout_logprobs) == len(sample.response_ids) <= 10 for sample in samples)
     assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
     policy.config.temperature = temperature
@@ -299,8 +307,7 @@ def served_difference(servers, policy, temperature=1.0):
 
 @pytest.mark.slow
 def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(tmp_path, tokenizer):
-    """Real vLLM, a model with tied embeddings. What the servers say is what the trainer says, except without
-    a sync."""
+    """The model has tied embeddings, and vLLM is real. Servers and trainer agree, except before a sync."""
     policy = tied_policy(tokenizer)
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
     servers = rollout.PolicyServers(policy, tokenizer, settings)
@@ -312,12 +319,12 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         move(policy, 0.02)
         stale = served_difference(servers, policy)
         servers.sync()
-        # The same prompts again: no key or value of the old weights is left in a cache.
+        # The prompts are the same again, so no keys or values of the old weights are left in a cache.
         assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
         move(policy, 0.02)
         servers.sync()
         servers.service.slots[0].server.child.kill()
-        # the requests waited for the new one
+        # The requests waited for the restarted server.
         assert served_difference(servers, policy) < 1e-5 and servers.service.slots[0].restarts == 1
     finally:
         servers.shutdown()

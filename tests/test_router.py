@@ -1,4 +1,4 @@
-"""router.py against real HTTP servers that play a script: errors, deaths, hangs, streams, broken input."""
+"""router.py against scripted HTTP servers: errors, deaths, hangs, streams, invalid input."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,10 @@ ROUTER = Path(__file__).parent.parent / "router.py"
 
 
 class Upstream:
-    """A real HTTP server; `play(request)` is its script, `seen` what came in (looks at /health excepted)."""
+    """A real HTTP server.
+
+    `play(request)` is its script, and `seen` has all requests except those to /health.
+    """
 
     def __init__(self, play=None, health=200):
         self.play, self.health, self.seen = play or say_name, health, []
@@ -60,7 +63,7 @@ class Upstream:
         await self.runner.cleanup()
 
     async def die(self):
-        """As SIGKILL would do it: no port, all connections reset."""
+        """Die as after SIGKILL: close the port and reset all connections."""
         for site in list(self.runner.sites):
             await site.stop()
         for connection in self.runner.server.connections:
@@ -114,7 +117,7 @@ def answers_after(event):
 
 
 async def begin(request):
-    """A stream of which something is out."""
+    """Start a streamed response and send its first part."""
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await answer.prepare(request)
     await answer.write(b"part")
@@ -122,7 +125,7 @@ async def begin(request):
 
 
 class Running:
-    """A router in this process over the given upstreams, and a client to it."""
+    """A router in this process in front of these upstreams, and a client for it."""
 
     def __init__(self, *upstreams, **settings):
         settings = dict(port=0, health_interval=30.0, forward=("/",), queue_timeout=0) | settings
@@ -141,7 +144,7 @@ class Running:
         await self.router.stop()
 
     async def ask(self, method, path, **arguments):
-        """(status, body, headers)"""
+        """Return (status, body, headers)."""
         async with self.client.request(method, path, **arguments) as answer:
             return answer.status, await answer.read(), answer.headers
 
@@ -150,7 +153,7 @@ class Running:
 
 
 def run(coroutine, limit=200):
-    """Runs a test; the limit only catches hangs."""
+    """Run a test. The time limit only catches hangs."""
     return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
@@ -164,7 +167,7 @@ async def until(condition, limit=60):
             await asyncio.sleep(0.01)
 
 
-# ---- passing on ----------------------------------------------------------------------------------
+# ---- forwarding
 
 
 @in_a_loop
@@ -220,13 +223,14 @@ async def test_answers_without_a_body():
         assert (await it.ask("GET", "/204"))[:2] == (204, b"")
         assert (await it.ask("GET", "/304"))[:2] == (304, b"")
         status, _, headers = await it.ask("GET", "/302", allow_redirects=False)
-        assert status == 302 and len(up.seen) == 4  # a redirect is the client's business
+        assert status == 302 and len(up.seen) == 4  # the client has to follow redirects
 
 
 @in_a_loop
 async def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
     async with Upstream() as up, Running(up.url + "/base") as it:
-        # as a header about this connection only, the length would be dropped, and the body a request
+        # As a header about this connection, the length would be dropped, and the body would count as a new
+        # request.
         for _ in range(3):
             headers = {"Connection": "Content-Length, keep-alive", "Content-Length": "24"}
             assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[
@@ -234,7 +238,7 @@ async def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
             ] == 200
         assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
         assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
-        # one connection did it
+        # All requests used one connection.
         assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1
         assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
 
@@ -347,7 +351,7 @@ def test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one(
             ]
             assert all(1 <= times <= 6 for times in asked)
             assert any(it.worker(upstream).healthy for upstream in upstreams)
-            for upstream in upstreams:  # as a client that tries again and again, with nothing else in between
+            for upstream in upstreams:  # like a client that keeps retrying, without other requests
                 it.worker(upstream).healthy = True
             before = sum(len(upstream.seen) for upstream in upstreams)
             for _ in range(5):
@@ -438,7 +442,7 @@ async def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_
         Upstream(stream_that_breaks) as two,
         Running(one, two) as it,
     ):
-        with pytest.raises(aiohttp.ClientPayloadError):  # the client is told, by a cut connection
+        with pytest.raises(aiohttp.ClientPayloadError):  # a broken connection tells the client
             await it.ask("GET", "/")
         assert len(one.seen) + len(two.seen) == 1
 
@@ -485,7 +489,7 @@ async def test_a_hanging_server_leaves_by_its_health(monkeypatch):
     monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
 
     async with Upstream() as up:
-        with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections but never responds
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
             async with Running(up, url, health_interval=0.05, queue_timeout=20) as it:
                 assert not it.router.workers[url].healthy  # not even at the start
@@ -500,7 +504,7 @@ async def test_without_a_server_503_at_once_or_after_a_bounded_wait():
         assert "no server is healthy" in json.loads(text)["error"]["message"]
     async with Running(queue_timeout=0.2) as it:
         assert (await it.ask("GET", "/"))[0] == 503
-    async with Upstream() as up, Running(queue_timeout=20) as it:  # the server that comes in time answers
+    async with Upstream() as up, Running(queue_timeout=20) as it:  # the server that joins in time responds
         asked = asyncio.create_task(it.ask("GET", "/"))
         await until(lambda: it.router.runner.server.requests_count)
         assert (await it.ask("POST", "/workers", json={"url": up.url}))[0] == 200
@@ -548,12 +552,13 @@ async def test_waiting_takes_no_cpu_and_ends_in_time():
         assert it.router.waiting == 0
 
 
-# ---- servers that die ----------------------------------------------------------------------------
+# ---- servers that die
 
 
 class Engine(Upstream):
-    """Dies of a prompt as vLLM does: its engine first (all requests get 500, /health 503), a moment later its
-    server; soon there is a new one at its address."""
+    """A server that a prompt kills as it kills vLLM: first the engine dies (all requests get 500, /health
+    503), and soon afterwards the server. A new one then starts at its address.
+    """
 
     deaths = 0
     dead = False
@@ -584,7 +589,7 @@ class Engine(Upstream):
         await asyncio.sleep(0.5)
         self.dead, self.health, self.died = False, 200, asyncio.Event()
         while True:
-            with contextlib.suppress(OSError):  # some client has its port for a moment
+            with contextlib.suppress(OSError):  # a client may temporarily use its port
                 return await self.open(self.port)
             await asyncio.sleep(0.1)
 
@@ -638,7 +643,7 @@ async def test_two_servers_that_answer_500_while_their_health_is_good_lose_nothi
         assert statuses == [200] * 200
 
 
-# ---- time limits ---------------------------------------------------------------------------------
+# ---- time limits
 
 
 @in_a_loop
@@ -654,8 +659,8 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
     ):
         status, text, _ = await it.ask("POST", "/", data=b"{}")
         assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
-        await asyncio.wait_for(up.cancelled.wait(), 60)  # the server was told
-        assert it.worker(up).healthy and it.worker(other).healthy  # nobody's fault
+        await asyncio.wait_for(up.cancelled.wait(), 60)  # the server was notified
+        assert it.worker(up).healthy and it.worker(other).healthy  # neither server is to blame
     async with (
         Upstream(begin_and_hang) as up,
         Upstream(begin_and_hang) as other,
@@ -671,7 +676,7 @@ async def test_connect_timeout_asks_another_server_and_gives_503_when_there_is_n
     full = socket.socket()
     full.bind(("127.0.0.1", 0))
     full.listen(0)
-    # fill its queue: from now on a connection neither comes nor fails
+    # Fill its queue: from now on, a connection is neither accepted nor rejected.
     waiting = [socket.socket() for _ in range(4)]
     for sock in waiting:
         sock.setblocking(False)
@@ -697,12 +702,15 @@ async def test_a_client_that_goes_away_stops_the_server():
         asked.cancel()
         await asyncio.wait_for(up.cancelled.wait(), 60)
         await until(lambda: it.worker(up).in_flight == 0)
-        assert it.worker(up).failures == 0  # nobody's fault
+        assert it.worker(up).failures == 0  # the server is not to blame
 
 
 @in_a_loop
 async def test_a_connection_that_was_idle_is_not_used_again():
-    """A busy server may be about to close it: uvicorn does after 5 s, however late it looks at the clock."""
+    """A busy server may be about to close the connection.
+
+    uvicorn does so after 5 s, even if it checks the time late.
+    """
     async def say_connection(request, upstream):
         return web.Response(text=str(request.transport.get_extra_info("peername")))
 
@@ -716,7 +724,7 @@ async def test_a_connection_that_was_idle_is_not_used_again():
 
 @in_a_loop
 async def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again():
-    """For example a 408 for an idle connection: it must not answer the next request."""
+    """An example is a 408 for an idle connection, which must not answer the next request."""
     connections = []
 
     async def serve(reader, writer):
@@ -732,7 +740,7 @@ async def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again()
         for _ in range(3):
             await asyncio.sleep(0.1)
             assert (await it.ask("POST", "/"))[:2] == (200, b"right")
-        assert len(connections) == 4  # one for /health, and a new one for each request
+        assert len(connections) == 4  # one for /health, and a new one per request
     server.close()
 
 
@@ -752,14 +760,14 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
         asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(8)]
         await until(lambda: len(hung.seen) == 4)
         monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
-        hung.health = None  # no answer
+        hung.health = None  # no response
         assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 8
         assert not it.worker(hung).healthy and it.worker(hung).in_flight == 0
 
 
 @in_a_loop
 async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch(monkeypatch):
-    """As it happens in a busy router: both are due in one round of its loop."""
+    """In a busy router, both may be due in the same round of the event loop."""
     monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.5)
     settings = dict(health_interval=0.05, unhealthy_after=1, request_timeout=1.5)
     async with Upstream(hang) as upstream, Running(upstream, **settings) as running:
@@ -768,7 +776,7 @@ async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch
         await asyncio.sleep(0.8)
         upstream.health = 0
         await asyncio.sleep(0.3)
-        time.sleep(1.5)  # the loop has other work
+        time.sleep(1.5)  # the event loop is busy
         assert (await asked)[0] in (503, 504) and not running.worker(upstream).healthy
         upstream.health = 200
         await until(lambda: running.worker(upstream).healthy, 10)
@@ -776,7 +784,8 @@ async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch
 
 @in_a_loop
 async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
-    """A harmless request that three silent servers had in turn still gets its answer from the fourth."""
+    """A harmless request that went to three silent servers in turn still gets its response from the fourth.
+    """
     monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(hang)) for _ in range(3)]
@@ -787,7 +796,7 @@ async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
         for _ in range(3):
             await until(lambda: any(up.seen for up in ups if up not in silent))
             (up,) = [up for up in ups if up.seen and up not in silent]
-            up.health = None  # no answer
+            up.health = None  # no response
             silent.add(up)
         good = await stack.enter_async_context(Upstream())
         await it.ask("POST", "/workers", json={"url": good.url})
@@ -797,7 +806,7 @@ async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
 @pytest.mark.parametrize("status", [500, 504])
 @in_a_loop
 async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, monkeypatch):
-    """As of a gateway before a server that hangs."""
+    """A gateway in front of a hanging server sends such errors."""
     monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(answers(status))) for _ in range(3)]
@@ -808,7 +817,7 @@ async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, m
 
 
 def test_a_machine_that_is_lost_shows_within_a_minute():
-    """As any server that hangs does (above)."""
+    """This works as for any other server that hangs (see above)."""
     config = Config()
     assert config.unhealthy_after * (config.health_interval + router.HEALTH_TIMEOUT) < 50
 
@@ -825,7 +834,7 @@ async def test_looking_up_a_name_counts_as_connecting(monkeypatch):
         assert (await it.ask("GET", "/"))[0] == 503
 
 
-# ---- policies, own endpoints ---------------------------------------------------------------------
+# ---- policies and the router's own endpoints
 
 
 def test_round_robin_is_even_and_least_loaded_avoids_the_busy_one():
@@ -867,14 +876,14 @@ async def test_requests_of_a_session_go_to_one_server_while_it_is_up(policy):
         assert set(homes.values()) == {up.url for up in ups}
         for _ in range(2):
             assert {session: await ask(session) for session in sessions} == homes
-        await ups[0].die()  # its sessions go elsewhere, the others stay
+        await ups[0].die()  # its sessions move, and the others stay
         for session in sessions:
             home = await ask(session)
             assert home != ups[0].url and homes[session] in (home, ups[0].url)
         await ups[0].open(ups[0].port)
         await it.router.poll_all()
         assert {session: await ask(session) for session in sessions} == homes
-        # without the header the policy decides
+        # Without the header, the policy chooses the server.
         plain = [(await it.ask("POST", "/", data=b"{}"))[1].decode() for _ in range(8)]
         assert sorted(plain) == sorted(2 * [up.url for up in ups])
 
@@ -977,7 +986,7 @@ async def test_api_key():
         right = {"Authorization": "Bearer s3cret"}
         assert (await it.ask("GET", "/workers", headers=right))[0] == 200
         assert (await it.ask("GET", "/v1/models", headers=right))[0] == 200
-        assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may ask for it too
+        assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may require it as well
 
 
 @pytest.mark.parametrize("given", ["old,new", " old , new\n", "new,,old,"])
@@ -999,7 +1008,7 @@ async def test_the_servers_key_is_sent_in_place_of_the_clients():
             assert (await it.ask("POST", "/workers", json={"url": up.url}, headers=headers))[0] == status
         assert (await it.ask("DELETE", f"/workers?url={up.url}"))[
             0
-        ] == 401  # or anybody could have the key sent to himself
+        ] == 401  # otherwise anyone could receive the key
         assert (await it.ask("GET", "/workers"))[0] == 200
 
 
@@ -1036,7 +1045,7 @@ async def score(solution_str, reward_router_address, how):
 @pytest.mark.parametrize("status", [None, 503, 500, 422])
 @in_a_loop
 async def test_an_error_on_generate_is_no_answer_for_functions_that_ignore_the_status(status, how, tmp_path):
-    """As those of FAPO's recipe do: with no judge alive they would pay the whole reward."""
+    """FAPO's recipe has such functions. Without a living judge, they would return the full reward."""
     file = tmp_path / "judged.py"
     file.write_text(JUDGED)
     async with Upstream(answers(status, '{"error": {"message": "m"}}')) as up, Running(up) as it:
@@ -1047,18 +1056,18 @@ async def test_an_error_on_generate_is_no_answer_for_functions_that_ignore_the_s
         outcome = await Scorer(job).score(pickle.dumps(dict(solution_str="x")))
         (((score, extra, outcome),), retry) = json.loads(outcome)
         assert (score, outcome) == (None, "error"), extra
-        assert how != "generate" or retry == (status != 422)  # it is tried again
+        assert how != "generate" or retry == (status != 422)  # the request is retried
         got, body, headers = await it.ask("POST", "/generate", json={})
         assert got == (status or 503) and headers["Content-Type"].startswith("text/plain")
         assert ("no server could answer" if status is None else '{"error"') in json.loads(body)
-        # others get the error as it is
+        # On other paths, the error is unchanged.
         assert "error" in json.loads((await it.ask("POST", "/v1/completions", json={}))[1])
 
 
 @pytest.mark.parametrize(
     "body, headers",
     [(b"\xff\xfebad", {}), (gzip.compress(b'{"error": "m"}'), {"Content-Encoding": "gzip"}), (b"", {})],
-    ids=["not-utf8", "gzip", "empty"],  # gzip writes the time, and each worker must collect the same names
+    ids=["not-utf8", "gzip", "empty"],  # gzip contains the time, and each worker must collect the same names
 )
 @in_a_loop
 async def test_an_error_on_generate_that_is_not_text_keeps_its_status(body, headers):
@@ -1113,23 +1122,23 @@ async def test_a_router_open_to_the_network_without_a_key_says_so(host, key, war
 
 
 def make_fuzzed(rng):
-    """(bytes of one request, the right statuses). The server answers with the status its path asks for."""
+    """Return (bytes of a request, correct statuses). The server returns the status in the path."""
     kind = rng.random()
     name = bytes(rng.choices(b"abcXYZ-_0189!#$%&'*+.^`|~", k=rng.randint(1, 20)))
     value = bytes(rng.choices(range(32, 256), k=rng.randint(0, 60))).replace(b"\x7f", b"").strip()
-    # refused
+    # These paths are rejected.
     path = b"/" + bytes(rng.choices(b"abc%20/;:@&=+$,~-_.!*'()", k=rng.randint(0, 30))).replace(b"..", b"._")
     body = rng.randbytes(rng.choice((0, 1, 100, 5000)))
     status = rng.choice((200, 201, 400, 404, 418, 422, 500, 503, 599))
     method = rng.choice((b"GET", b"POST", b"PUT", b"DELETE", b"PROPFIND"))
     head = b"%s %s?status=%d HTTP/1.1\r\nHost: x\r\n" % (method, path, status)
     extra = b"X-" + name + b": " + value + b"\r\n"
-    if kind < 0.5:  # sound: any method, path, header and body
+    if kind < 0.5:  # valid: any method, path, header and body
         return head + extra + b"Content-Length: %d\r\n\r\n" % len(body) + body, {status}
-    if kind < 0.6:  # sound, in chunks
+    if kind < 0.6:  # valid, in chunks
         chunk = b"%x\r\n%s\r\n" % (len(body), body) if body else b""
         return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"0\r\n\r\n", {status}
-    if kind < 0.75:  # the router's own endpoints with rubbish
+    if kind < 0.75:  # invalid requests to the router's endpoints
         what = rng.choice((b"/workers", b"/workers?url=" + path[1:], b"/workers?url=http://h:1"))
         method = rng.choice((b"POST", b"DELETE", b"PUT"))
         request = b"%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (
@@ -1139,7 +1148,7 @@ def make_fuzzed(rng):
             body,
         )
         return request, {400, 404, 405}
-    if kind < 0.85:  # broken framing
+    if kind < 0.85:  # invalid framing
         broken = rng.choice(
             (
                 b"Content-Length: -1\r\n",
@@ -1179,7 +1188,7 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
                     line = b""
                 writer.close()
                 status = int(line.split()[1]) if line.startswith(b"HTTP/1.") else None
-                # hanging up on rubbish is fine
+                # Hanging up on invalid requests is fine.
                 if status not in right and not (status is None and right == {400}):
                     wrong.append((data[:300], line, right))
 
@@ -1188,7 +1197,7 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
             assert not wrong, (len(wrong), wrong[:3])
             assert (await it.ask("GET", "/?status=200"))[0] == 200
             assert it.worker(up).in_flight == 0
-            # only this client's: no handler was left behind
+            # Only this client is connected, so no handler was left behind.
             await until(lambda: len(it.router.runner.server.connections) == 1)
             assert list(it.router.workers) == [up.url]
 
@@ -1197,7 +1206,7 @@ def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
     unhandled = [
         record.exc_info[1] for record in caplog.records if record.name == "aiohttp.server" and record.exc_info
     ]
-    # reports of rubbish alone
+    # Only invalid requests were reported.
     assert all(isinstance(error, HttpProcessingError) for error in unhandled), unhandled
 
 
@@ -1210,7 +1219,7 @@ def command(*arguments):
 
 @contextlib.asynccontextmanager
 async def started(*arguments, before=(), **options):
-    """(the process, its URL, a client) of a router on its own."""
+    """Yield a router's process, its URL and a client."""
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) | options
     process = await asyncio.create_subprocess_exec(*before, *command("--port", "0", *arguments), **options)
     try:
@@ -1231,7 +1240,7 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--workers", "http://"], "http://10.0.0.2:8000"),
             (["--port", "70000"], "--port 70000"),
             (["--request-timeout", "0"], "--request-timeout"),
-            (["--queue-timeout", "-1"], "--queue-timeout -1.0: must be at least 0"),  # no "for ever"
+            (["--queue-timeout", "-1"], "--queue-timeout -1.0: must be at least 0"),  # it cannot be unlimited
             (["--port", port], f"{port}): address already in use"),
         )
         started = [
@@ -1252,7 +1261,7 @@ async def test_a_signal_drains_and_ends(number):
         await until(lambda: up.seen)
         process.send_signal(number)
         async with asyncio.timeout(60):
-            while True:  # the port closes at once
+            while True:  # the port closes immediately
                 try:
                     async with aiohttp.ClientSession() as other, other.get(url + "/health"):
                         await asyncio.sleep(0.01)
@@ -1271,7 +1280,7 @@ async def test_a_signal_ends_soon_though_a_server_hangs():
         asked = asyncio.create_task(client.get(url + "/v1/x"))
         await until(lambda: up.seen)
         process.send_signal(signal.SIGTERM)
-        # twice 4 seconds, and what a busy machine adds
+        # The router waits twice for 4 seconds; the rest allows for a busy machine.
         assert await asyncio.wait_for(process.wait(), 30) == 0
         with pytest.raises(aiohttp.ClientError):
             await asked
@@ -1292,7 +1301,9 @@ async def test_more_requests_in_flight_than_the_usual_limit_of_open_files():
 
 @in_a_loop
 async def test_a_router_without_file_descriptors_expels_no_server_and_loses_no_request():
-    """Fifty descriptors: enough for the clients, not for as many connections to servers at once."""
+    """Fifty file descriptors suffice for the clients, but not for as many connections to servers at the same
+    time.
+    """
 
     async def work(request, upstream):
         await asyncio.sleep(0.3)
@@ -1340,7 +1351,7 @@ async def test_a_router_goes_on_when_nobody_reads_what_it_says():
             client,
         ),
     ):
-        process._transport.get_pipe_transport(2).close()  # as of a terminal, or of `... | head`
+        process._transport.get_pipe_transport(2).close()  # as if a terminal or `| head` had ended
         for status in (503, 200, 503):
             up.health = status
             async with asyncio.timeout(60):
@@ -1350,7 +1361,7 @@ async def test_a_router_goes_on_when_nobody_reads_what_it_says():
 
 @in_a_loop
 async def test_the_key_can_come_from_the_environment():
-    # as of a secret's file
+    # The key is as in a key file.
     async with started(env=dict(os.environ, ROUTER_API_KEY="k\n")) as (
         _,
         url,

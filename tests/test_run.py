@@ -1,4 +1,4 @@
-"""What a run reads, and in which words it refuses what it cannot read."""
+"""What a run reads, and its messages about invalid input."""
 
 import contextlib
 import copy
@@ -70,14 +70,14 @@ def test_template_settings_that_are_no_json_object_are_refused(tmp_path, model, 
         prepared(tmp_path, model, tokenizer, chat_template_kwargs=text)
 
 
-# ---- rows that are no rows of the schema
+# ---- rows that do not follow the schema
 
 
 CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# This one renders an unknown role as nothing, and refuses any message with calls.
+# This template renders unknown roles as nothing, and rejects messages with calls.
 BY_ROLE = (
     "{% for message in messages %}"
     "{% if 'tool_calls' in message %}{{ raise_exception('no calls') }}{% endif %}"
@@ -90,7 +90,7 @@ ASKED = {"role": "user", "content": QUESTION}
 
 
 def rows_of(folder, tokenizer, template=CHATML, **columns):
-    """What a run reads of a file whose second row has these columns."""
+    """Return what a run reads from a file whose second row has these columns."""
     row = {"data_source": "x", "prompt": [ASKED], "extra_info": None, "reward_model": {"ground_truth": "5"}}
     file = folder / "rows.parquet"
     if columns.pop("as_json", False):
@@ -148,7 +148,7 @@ def test_other_columns_of_the_wrong_kind_are_refused_by_row(tmp_path, tokenizer,
 
 
 def test_parts_are_joined_and_keys_that_a_table_added_are_dropped(tmp_path, tokenizer):
-    """Parquet gives each message the keys of all; some templates look whether a key is there."""
+    """Parquet gives each message the keys of all messages, but some templates check whether a key exists."""
     plain = rows_of(tmp_path, tokenizer, BY_ROLE)
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+3?"}]
     for content in (QUESTION, parts, f" {QUESTION}\n"):
@@ -160,13 +160,13 @@ def test_parts_are_joined_and_keys_that_a_table_added_are_dropped(tmp_path, toke
 
 @pytest.mark.parametrize("template", [CHATML, BY_ROLE])
 def test_an_answer_that_the_row_begins_is_continued(tmp_path, tokenizer, template):
-    """A closed answer with a second turn of the assistant behind it would be another prompt."""
+    """If the answer were closed and another assistant message followed, the prompt would be different."""
     begun = {"role": "assistant", "content": "The sum is"}
     (row,) = rows_of(tmp_path, tokenizer, template, prompt=[ASKED, begun])
     assert tokenizer.decode(row["prompt_ids"]) == "<user>What is 2+3?<end><assistant>The sum is"
 
 
-# ---- files that were cut: a full disk, a power cut, a download that broke off
+# ---- truncated files: a full disk, a power cut, an interrupted download
 
 
 def cut(path):
@@ -174,7 +174,7 @@ def cut(path):
 
 
 def write_checkpoint(folder, model, tokenizer, **changes):
-    """run/checkpoints/step_1, from which a run of test_grpo_trainer.prepared can go on."""
+    """Write run/checkpoints/step_1, from which a run of test_grpo_trainer.prepared can resume."""
     model.save_pretrained(folder / "model")
     config = run_config(folder, "run", **changes)
     source = str(folder / "model")
@@ -184,7 +184,7 @@ def write_checkpoint(folder, model, tokenizer, **changes):
 
 
 def load(run):
-    """As `start` does."""
+    """Load the checkpoint as `start` does."""
     run.config = run.config.resolved(0)
     run.reservation = None
     with contextlib.ExitStack() as stack:
@@ -216,7 +216,7 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
 
 @pytest.mark.parametrize("content", ["", '{"step": 1'])
 def test_a_cut_trainer_state_is_named_in_one_line(tmp_path, model, tokenizer, content):
-    """As after a full disk or a power failure."""
+    """A full disk or a power failure may truncate the file."""
     (write_checkpoint(tmp_path, model, tokenizer) / "trainer_state.json").write_text(content)
     message = r"^cannot load .*step_1 \(trainer_state.json: .*\); delete the checkpoint to resume .*$"
     with pytest.raises(ValueError, match=message):
@@ -224,23 +224,23 @@ def test_a_cut_trainer_state_is_named_in_one_line(tmp_path, model, tokenizer, co
 
 
 def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path, model, tokenizer):
-    """Or a run that ends meanwhile has gone further than the checkpoint that was found."""
+    """Otherwise, a run that ends in the meantime could have newer checkpoints than the one that was found."""
     other = prepared(tmp_path, model, tokenizer)
-    (write_checkpoint(tmp_path, model, tokenizer) / "trainer_state.json").write_text("{")  # while it writes
+    (write_checkpoint(tmp_path, model, tokenizer) / "trainer_state.json").write_text("{")  # being written
     with pytest.raises(ValueError, match="is in use by another run"):
         prepared(tmp_path, model, tokenizer, resume="auto")
     other.lock.close()
 
 
 def test_a_run_that_is_refused_lets_go_of_its_folder(tmp_path, model, tokenizer):
-    """Also where somebody keeps the error, as a notebook does."""
+    """This holds even if something keeps a reference to the error, as a notebook does."""
     with pytest.raises(ValueError, match="no rows are left") as refused:
         prepared(tmp_path, model, tokenizer, max_prompt_length=1)
     prepared(tmp_path, model, tokenizer).lock.close()
-    assert refused.traceback  # until here
+    assert refused.traceback  # the reference is kept until here
 
 
-# ---- adapters of a run that goes on
+# ---- adapters of a resumed run
 
 
 @pytest.mark.parametrize("before, after", [(2, 4), (2, 0), (0, 2)])
@@ -250,7 +250,7 @@ def test_a_run_does_not_go_on_with_other_adapters(tmp_path, model, tokenizer, be
         load(prepared(tmp_path, model, tokenizer, resume="auto", lora_rank=after))
 
 
-# ---- room on the disk
+# ---- free space on the disk
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, model, tokenizer, monkeypatch):
@@ -274,7 +274,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
 def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
     tmp_path, model, tokenizer, rope_type, boundary
 ):
-    """Beyond the boundary such models compute every position differently."""
+    """Beyond this length, such models encode every position differently."""
     run = prepared(tmp_path, model, tokenizer)
     run.lock.close()
     config = copy.deepcopy(model.config)
@@ -301,7 +301,7 @@ def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
         config_of(**{name: True}).check()
 
 
-# ---- models that cannot be what the user means
+# ---- models that the user cannot have meant
 
 
 def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, model, tokenizer):
@@ -314,7 +314,7 @@ def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, mo
 
 @pytest.mark.parametrize("with_config", [False, True])
 def test_a_folder_of_adapters_is_no_model(tmp_path, model, tokenizer, with_config):
-    """transformers would load it without a word, and train the adapters and the base under odd names."""
+    """transformers would load it silently, and train adapters and base under unexpected names."""
     run = prepared(tmp_path, model, tokenizer)
     run.lock.close()
     adapters = write_checkpoint(tmp_path, model, tokenizer, lora_rank=2)
@@ -339,7 +339,7 @@ def test_quantised_weights_are_refused_before_anything_starts(tmp_path, model, t
 def test_a_token_of_a_prompt_that_the_embedding_does_not_have_is_named(tmp_path, model, tokenizer):
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["<|sum|>"], special_tokens=True)
-    prepared(tmp_path, model, larger).lock.close()  # no prompt has it
+    prepared(tmp_path, model, larger).lock.close()  # no prompt contains this token
     file = tmp_path / "asked.jsonl"
     row = {"data_source": "x", "extra_info": {}, "reward_model": {"ground_truth": "5"}}
     file.write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "<|sum|>2+3?"}]}))
@@ -355,7 +355,7 @@ def test_a_warm_up_that_never_ends_is_said(tmp_path, model, tokenizer, capsys):
 
 
 def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer, capsys):
-    """A model that sees, of which the language model alone is trained and saved."""
+    """In a vision-language model, only the language model is trained and saved."""
     run = prepared(tmp_path, model, tokenizer)
     run.lock.close()
     text = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
@@ -373,7 +373,10 @@ def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer
 
 
 def test_a_checkpoint_names_all_tokens_at_which_the_run_stops(tmp_path, model, tokenizer):
-    """A base model whose tokenizer has the chat's end token: who generates from the checkpoint needs both."""
+    """The tokenizer of a base model may have the chat's end token.
+
+    Programs that generate from the checkpoint need both end tokens.
+    """
     base = copy.deepcopy(model)
     other = tokenizer.convert_tokens_to_ids("<|user|>")
     base.generation_config.eos_token_id = base.config.eos_token_id = other

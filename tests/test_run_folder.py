@@ -1,4 +1,6 @@
-"""What a run leaves: means by hand, whole checkpoints, logs with torn lines; and how a run is stopped."""
+"""What a run writes: means computed by hand, complete checkpoints, logs with truncated lines; and how a run
+is stopped.
+"""
 
 import fcntl
 import json
@@ -46,7 +48,7 @@ def test_validation_metrics_by_hand():
         "b": [("1", 0)] * 4,
         "c": [("2", 0), ("2", 0), ("3", 1), ("7", 0)],
     }
-    sources = {"a": "a", "b": "b", "c": "a"}  # the third row is of the first source again
+    sources = {"a": "a", "b": "b", "c": "a"}  # the third row is from the first source
     groups = [
         [
             scored(float(acc), {"data_source": sources[key]}, pred=pred, acc=bool(acc))
@@ -57,14 +59,14 @@ def test_validation_metrics_by_hand():
     metrics = validation_metrics(groups)
     expected = {
         "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
-        "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs are all wrong
+        "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # all wrong: C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs
         "pass@4": 1.0, "no_verdict/mean@4": 0.0,
     }  # fmt: skip
     assert {
         k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")
     } == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
-    # a function that does not say `acc`
+    # This function does not return `acc`.
     plain = validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])
     assert plain == {"val/a/no_verdict/mean@4": 0.0, "val/a/mean@4": None}
 
@@ -83,7 +85,7 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
 
 def test_reward_metrics_by_hand():
     metrics = reward_metrics([
-        # A number larger than a float can be, indices, a name that is taken.
+        # The values are a number that is too large for a float, indices, and a name that is already used.
         scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=0, extra=10**400),
         scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", genrm_shared=1, extra=2.0, mean=7.0),
         scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
@@ -91,14 +93,14 @@ def test_reward_metrics_by_hand():
     ])  # fmt: skip
     assert metrics == {
         "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
-        "reward/flawed_positive_rate": 0.5,  # one of the two right answers with a verdict
+        "reward/flawed_positive_rate": 0.5,  # one of the two correct answers with a verdict
         "genrm/error_rate": pytest.approx(1 / 3), "genrm/truncated": 0.0, "genrm/asked": 3,
-        "genrm/shared": 0.5,  # one function does not say
+        "genrm/shared": 0.5,  # one function does not return it
     }  # fmt: skip
 
 
 def test_odd_values_of_a_reward_function_end_no_run():
-    """Whatever a function returns as a further key, it is left out of the metrics if it has no mean."""
+    """Whatever a function returns under another key, it is excluded from the metrics if it has no mean."""
     odd = ["text", 10**400, ["list"], {"a": 1}, None, math.nan, 1e308, 1e308]
     samples = []
     for value in odd:
@@ -111,7 +113,7 @@ def test_odd_values_of_a_reward_function_end_no_run():
 
 
 def test_samples_of_an_evaluation_that_was_cut_short_are_dropped_on_resume(tmp_path):
-    """Their step has no metrics of an evaluation, so that the evaluation is repeated."""
+    """Their step has no evaluation metrics, so the evaluation is repeated."""
     metrics = '{"step": 0, "val/a/mean@1": 0.5}\n{"step": 2, "reward/mean": 0}\n'
     (tmp_path / "metrics.jsonl").write_text(metrics)
     lines = [f'{{"step": {step}, "split": "{split}"}}\n' for step in (0, 2) for split in ("train", "val")]
@@ -136,12 +138,12 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
         "reward/mean": 0.333333,
     }
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    run_folder.Log(config, first_step=0)  # from the start
+    run_folder.Log(config, first_step=0)  # this log starts from the beginning
     assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
 
 
 def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropped_step(tmp_path):
-    """It is given what an uninterrupted run would have at hand."""
+    """It gets the same samples as in an uninterrupted run."""
     row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
     config = config_of(out_dir=str(tmp_path), samples_per_step=1)
     log = run_folder.Log(config, first_step=0)
@@ -153,7 +155,9 @@ def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropp
 
 
 def test_two_threads_may_write_samples_at_the_same_time(tmp_path, request):
-    """With --overlap: the samples of a step, and those of the next one, whose verdicts stop the run."""
+    """With --overlap, these are the samples of a step, and those of the next step, whose missing verdicts
+    stop the run.
+    """
     log = run_folder.Log(config_of(out_dir=str(tmp_path), samples_per_step=1000), first_step=0)
     row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
     groups = [[scored(1.0, row, "long answer " * 250)] for _ in range(100)]
@@ -190,7 +194,7 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     log.samples(4, "val", groups, {1}, None)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
-    assert found[:6] == [  # three samples of "a" are wanted and groups have two: two groups of it
+    assert found[:6] == [  # three samples of "a" are requested, and a group has two: write two groups
         ("train", 0, "ask a0", "0"), ("train", 0, "ask a0", "1"),
         ("train", 1, "ask a1", "2"), ("train", 1, "ask a1", "3"),
         ("train", 3, "ask b3", "6"), ("train", 3, "ask b3", "7"),
@@ -233,22 +237,24 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     for step in (1, 2, 10):
         run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
     (tmp_path / "checkpoints/step_11").mkdir()
-    # somebody keeps it
+    # Someone keeps this checkpoint.
     shutil.copytree(tmp_path / "checkpoints/step_10", tmp_path / "checkpoints/step_10_best")
     assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_2", "step_10"]
-    assert not list((tmp_path / "checkpoints").glob(".*"))  # no half-written rest
+    assert not list((tmp_path / "checkpoints").glob(".*"))  # no incomplete checkpoint
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(tmp_path, model, tokenizer):
     config, policy = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1), policy_of(model)
     run_folder.save_checkpoint(policy, tokenizer, {"step": 1}, config)
-    with pytest.raises(TypeError):  # a set is no JSON
+    with pytest.raises(TypeError):  # JSON cannot represent a set
         run_folder.save_checkpoint(policy, tokenizer, {"step": 2, "drawn": {1, 2}}, config)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
 
 
 def test_a_checkpoint_replaces_the_remains_of_an_earlier_one(tmp_path, model, tokenizer):
-    """Such as step_2 after its trainer_state.json was deleted: a run resumes from step_1 and saves again."""
+    """An example is step_2 without its trainer_state.json: the run resumes from step_1 and saves step_2
+    again.
+    """
     config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=2)
     for step in (1, 2):
         run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": step}, config)
@@ -258,7 +264,10 @@ def test_a_checkpoint_replaces_the_remains_of_an_earlier_one(tmp_path, model, to
 
 
 def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
-    """U+2028 and U+0085 end a line for str.splitlines(), not for JSON; half a surrogate pair is not UTF-8."""
+    """str.splitlines() splits at U+2028 and U+0085, but JSON does not.
+
+    UTF-8 cannot encode half a surrogate pair.
+    """
     config = config_of(out_dir=str(tmp_path), samples_per_step=9)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
@@ -281,11 +290,11 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
 @pytest.mark.parametrize(
     "keep, there, more, room",
     [
-        # the newest is written before the oldest goes
+        # The newest checkpoint is written before the oldest one is deleted.
         (1, 0, {}, 2), (1, 1, {}, 1), (2, 1, {}, 2), (2, 0, {}, 3), (2, 5, {}, 1),
-        # all of those to come: at steps 20, 40, 60, 80 and 90
+        # All future checkpoints count: those of steps 20, 40, 60, 80 and 90.
         (0, 0, {}, 5), (0, 3, {}, 5), (0, 3, dict(step=59), 3), (0, 3, dict(step=60), 2),
-        # fewer than are kept
+        # There are fewer checkpoints than may be kept.
         (2, 0, dict(save_every=0), 1), (2, 0, dict(total_steps=20), 1), (2, 0, dict(total_steps=21), 2),
     ],
 )  # fmt: skip
@@ -342,7 +351,7 @@ def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
 
 
 def test_pass_at_k_is_that_of_the_file_with_most_samples():
-    """Two files of one source, with two and four samples of a row, in either order."""
+    """Two files have the same source, with two and four samples per row, in either order."""
     few, many = ([scored(1.0 if right else -1.0, acc=right) for right in group]
                  for group in ([False, False], [True, True, False, False]))  # fmt: skip
     for sample in few + many:
@@ -353,7 +362,9 @@ def test_pass_at_k_is_that_of_the_file_with_most_samples():
 
 
 def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
-    """Of four samples one is right, one wrong, two have no `acc` (the reward function raised)."""
+    """Of four samples, one is correct, one is wrong, and two have no `acc`, because the reward function
+    raised an error.
+    """
     samples = [scored(1.0, acc=True, pred="4"), scored(None), scored(-1.0, acc=False, pred="5"), scored(None)]
     for sample in samples:
         sample.row = {"data_source": "a"}
@@ -394,7 +405,7 @@ def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, 
     assert [settings["project"] for settings in runs] == [project]
 
 
-# ------------------------------------------------------------------------------- what is right, and who votes
+# ---- correct answers and majority votes
 
 
 @pytest.mark.parametrize(
@@ -414,7 +425,7 @@ def test_right_is_true_or_one_and_means_are_means(acc, right):
 @pytest.mark.parametrize(
     "preds, expected",
     [
-        (["[INVALID]", None, "[INVALID]", "4"], 1),  # one vote, and it is right
+        (["[INVALID]", None, "[INVALID]", "4"], 1),  # the only vote is correct
         (["[INVALID]", "5", "5", "4"], 0),
         (["[INVALID]", "[INVALID]", None, None], 0),
     ],
@@ -423,7 +434,7 @@ def test_what_has_no_answer_casts_no_vote(preds, expected):
     group = [scored(1.0, {"data_source": "a"}, pred=pred, acc=pred == "4") for pred in preds]
     assert validation_metrics([group])["val/a/maj@4"] == expected
     for sample in group:
-        # a function that does not say the answer: nothing to count
+        # If the function does not return the answer, there are no votes.
         del sample.result["reward_extra_info"]["pred"]
     assert validation_metrics([group])["val/a/maj@4"] is None
 
@@ -436,11 +447,11 @@ def test_two_files_of_one_source_share_its_greedy_metric():
     assert (sampled["val/a/mean@1"], sampled["val/a/mean@4"]) == (0.5, 1.0)
 
 
-# ------------------------------------------------------------------------------- one run, its folder, its end
+# ---- one run per directory, and how a run ends
 
 
 def in_another_process(code, **options):
-    """A process that runs this code and says what it prints."""
+    """Start a process that runs this code, and return what it prints."""
     return subprocess.Popen([sys.executable, "-u", "-c", textwrap.dedent(code)], text=True, **options)
 
 
@@ -520,16 +531,16 @@ def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path, number):
 
 @pytest.mark.parametrize(
     "hang_up, patience, said",
-    [("SIG_DFL", 60, "step done saved"), ("SIG_IGN", 0.5, "step done ")],  # a plain start, and nohup
+    [("SIG_DFL", 60, "step done saved"), ("SIG_IGN", 0.5, "step done ")],  # a normal start, and nohup
 )
 def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(
     tmp_path, hang_up, patience, said
 ):
-    """Printing to the terminal that is gone must not end the run before it is saved."""
+    """Printing to a closed terminal must not end the run before it is saved."""
     path = tmp_path / "said"
     terminal, inside = os.openpty()
     code = STEP.format(path=str(path), hang_up=hang_up, patience=patience)
-    output = inside if hang_up == "SIG_DFL" else subprocess.DEVNULL  # nohup sends it to a file
+    output = inside if hang_up == "SIG_DFL" else subprocess.DEVNULL  # nohup redirects it to a file
     run = in_another_process(
         code, stdin=inside, stdout=output, stderr=output, start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Each rank is sent its own samples: all arrive once, as they were, with what divides the loss."""
+"""Each rank receives its own samples: all arrive once and unchanged, with the divisors of the loss."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Scoring a file: the command line, its errors, and runs that are stopped, killed and resumed."""
+"""Scoring a file: the command line, errors, and runs that are stopped, killed and resumed."""
 
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ ROOT = Path(score_file.__file__).parent
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray():
-    """For all runs of this file: to start one for each takes longer than to score."""
+    """Share one Ray cluster among all tests of this file, because starting one takes longer than scoring."""
     reward_loop.connect_ray()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
@@ -39,7 +39,7 @@ def write_jsonl(path, rows):
 
 
 def command_line(*arguments, **options):
-    """Runs the script as a user does -> CompletedProcess."""
+    """Run the script as a user does. Returns a CompletedProcess."""
     command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, **options)
 
@@ -54,7 +54,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     (tmp_path / "fake.parquet").write_text("PAR?")
     write_jsonl(tmp_path / "status.jsonl", [sample("one"), sample("one", status="reviewed")])
     out = tmp_path / "out.jsonl"
-    cases = [  # in this process, as Ray need not start
+    cases = [  # in this process, because Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "the file does not exist"),
         (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: the column 'response' is missing"),
         (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
@@ -100,7 +100,7 @@ def test_command_line_scores_a_file(tmp_path):
         assert "mean reward: 0.75" in ended.stdout and "acc: 1.0000" in ended.stdout
         assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name]
     table = pyarrow.parquet.read_table(tmp_path / "scored.parquet")
-    assert table.column_names == list(rows[0])  # the columns of the earlier scores were replaced
+    assert table.column_names == list(rows[0])  # the columns of earlier scores were replaced
     assert table.schema.field("reward_score").type == pyarrow.float64()
     assert table["reward_score"].null_count == 10
     written = table.to_pylist()
@@ -126,7 +126,7 @@ async def ask(data_source, solution_str, ground_truth, extra_info, reward_router
 @pytest.mark.slow
 def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):  # noqa: F811
     port = free_port()
-    rows = [sample("\\boxed{2}"), sample("\\boxed{1}")] * 20  # every second one asks the judge
+    rows = [sample("\\boxed{2}"), sample("\\boxed{1}")] * 20  # every second sample needs the judge
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
     out = tmp_path / "scored.jsonl"
     arguments = ["--data", data, "--out", out, "--reward-fn", write_function(tmp_path, HALF)]
@@ -138,7 +138,7 @@ def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serv
     ended = command_line(*arguments)
     assert ended.returncode == 2 and "--resume" in ended.stderr
 
-    # The run may have stopped before any sample that asks no judge was noted down; all that were are kept.
+    # The run may stop before it records any sample that needs no judge. All recorded samples are kept.
     noted = (tmp_path / "scored.jsonl.partial.jsonl").read_text().splitlines()[1:]
     kept = sum("-1.0" in line for line in noted)
     server = serve(critic, port)
@@ -152,7 +152,10 @@ def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serv
 
 @pytest.mark.slow
 def test_a_judge_that_is_down_is_seen_also_when_few_answers_need_it(tmp_path):
-    """14 % right answers and no judge: all of those that needed it have no verdict, which is not 14 %."""
+    """With 14 % correct answers and no judge, no sample that needed a verdict has one.
+
+    The rate is 100 %, not 14 %.
+    """
     rows = [sample("\\boxed{1}" if index % 7 == 0 else "\\boxed{2}") for index in range(700)]
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
     arguments = ["--data", data, "--out", tmp_path / "scored.jsonl"]
@@ -182,13 +185,16 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     ended = command_line(*arguments, "--resume")
     assert ended.returncode == 2 and "different reward function" in ended.stderr
     function.write_text(Path(FAULTS).read_text())
-    ended = command_line(*arguments, "--resume")  # again without a verdict, but 3 % of all are not too many
+    ended = command_line(*arguments, "--resume")  # still no verdict for some, but 3 % is below the limit
     assert ended.returncode == 0, ended.stderr
     assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
 
 
 def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # noqa: F811
-    """Its scores would be mixed with those of the first one; a judge that did not answer yet is no other."""
+    """Otherwise, the scores of two judges would be mixed.
+
+    A judge that has not responded yet does not count as different.
+    """
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
     partial = tmp_path / "scored.jsonl.partial.jsonl"
     port = free_port()
@@ -242,7 +248,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
 
     calls.unlink()
     for number, row in enumerate(rows):
-        row["group"] = number // 4  # beside the prompt: a column of this name may mean anything
+        row["group"] = number // 4  # a column `group` in addition to the prompt
     write_jsonl(data, rows)
     score_file.run(config)
     assert sorted(calls.read_text().splitlines()) == ["a b"] * 2 + ["none"] * 2 + ["raise"] * 2
@@ -302,7 +308,7 @@ def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     with partial.open("a") as file:
-        file.write('[7, {"reward_sc')  # a line cut off by the kill
+        file.write('[7, {"reward_sc')  # the kill truncated this line
     ended = command_line(*arguments, "--resume", "--reward-kwargs", json.dumps({"folder": str(tmp_path)}))
     assert ended.returncode == 2 and "belongs to a run with different" in ended.stderr
     ended = command_line(*arguments, "--resume")

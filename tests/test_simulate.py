@@ -1,4 +1,4 @@
-"""A step played event by event: lines and places by hand, and the part that is named."""
+"""A step simulated event by event: queues and slots computed by hand, and the bottleneck."""
 
 import json
 import random
@@ -13,11 +13,14 @@ from simulate import Config, links, play, predict, step, to_servers
 
 
 def test_lines_by_hand():
-    """Two places, three jobs: the third waits for the first place that is free, then all for one judge."""
+    """There are two slots and three jobs.
+
+    The third job waits for the first free slot; then all jobs use one judge.
+    """
     jobs = [[("gpu", 3.0), ("judge", 2.0)], [("gpu", 1.0)], [("gpu", 4.0), ("judge", 1.0)]]
     done, busy = play(jobs, {"gpu": 2, "judge": 1})
     assert done == {"gpu": 5.0, "judge": 6.0}  # 0-3, 0-1, 1-5; the judge 3-5 and 5-6
-    assert busy == {"gpu": 4.0, "judge": 3.0}  # 8 s on two places; 3 s on one
+    assert busy == {"gpu": 4.0, "judge": 3.0}  # 8 s on two slots; 3 s on one
 
 
 def test_a_line_is_served_in_the_order_of_arrival_not_of_numbers():
@@ -26,7 +29,9 @@ def test_a_line_is_served_in_the_order_of_arrival_not_of_numbers():
 
 
 def test_a_step_by_hand(tmp_path):
-    """Eight samples of 100 tokens, none judged, on four GPUs: two ranks, a server of two places, a judge."""
+    """There are eight samples of 100 tokens, none of them judged, and four GPUs: two ranks, a server with two
+    slots, a judge.
+    """
     drawn = tmp_path / "samples.jsonl"
     drawn.write_text(json.dumps({"response_length": 100}) + "\n")
     speeds = dict(speed=50.0, train_speed=40.0, hand_over=200.0, advantages=4.0, fabric=1e9, link=1e9)
@@ -34,9 +39,10 @@ def test_a_step_by_hand(tmp_path):
     config = Config(samples=2, judged=0.0, places=2, drawn=drawn, **speeds, **sizes)
     parts, busy = step(config, 4)
     waits = {"reward wait": 0.0, "advantages": 2.0, "to the ranks": 4.0}
-    # Four rounds of 2 s behind routers and loops that take next to nothing. 10 s of computing, and in two
-    # updates of two micro-batches half of ten times the weights and of four times the gradients. A pack is
-    # made in 1 s, half of which gathers it, and sent in 1 s, while the next one is made.
+    # Rollouts take four rounds of 2 s; routers and loops take almost no time. Computing takes 10 s. The
+    # exchange covers, in two updates of two micro-batches, half of ten times the weights and of four times
+    # the gradients. A pack takes 1 s to make, half of it for gathering, and 1 s to send, while the next one
+    # is made.
     assert parts == pytest.approx(
         {"rollout": 8.0, **waits, "update": 10.0 + 27.0, "weights": 4.0}, abs=1e-2
     )
@@ -45,7 +51,7 @@ def test_a_step_by_hand(tmp_path):
 
 
 def test_the_slower_of_packing_and_sending_sets_the_pace():
-    """Four packs from a lone rank: 3 s to make one and 1 s to send it, or the other way round."""
+    """Send four packs from a single rank: 3 s to make one and 1 s to send it, or the other way round."""
     config = Config(weights=4.0, pack_size=1.0, pack=1 / 3, link=1.0)
     assert to_servers(config, 1, 1, random.Random(0)) == pytest.approx(13.0)
     config = Config(weights=4.0, pack_size=1.0, pack=1.0, link=1 / 3)
@@ -53,11 +59,14 @@ def test_the_slower_of_packing_and_sending_sets_the_pace():
 
 
 def test_a_pack_is_asked_of_any_node_that_has_it():
-    """One after the other with one or two nodes; of three the last two ask the same one, or two."""
+    """With one or two nodes, transfers follow one another.
+
+    With three nodes, the last two request a pack from the same node or from two nodes.
+    """
     found = [[links(nodes, random.Random(seed)) for seed in range(200)] for nodes in (1, 2, 3, 100)]
     assert set(found[0]) == {1} and set(found[1]) == {2}
     assert set(found[2]) == {2, 3} and 70 < found[2].count(3) < 130
-    assert min(found[3]) > 7  # which would be seven waves, were none asked by two
+    assert min(found[3]) > 7  # seven waves would be enough if no node got two requests
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,10 @@ def test_the_part_that_breaks_first_is_named(flag, first, monkeypatch, capsys):
 
 
 def test_a_run_is_predicted_from_every_second_step(tmp_path):
-    """Four samples of 10 tokens in 1 s; then three critiques, 40 characters a second; an update of 2 s."""
+    """Four samples of 10 tokens take 1 s.
+
+    Then follow three critiques at 40 characters/s, and an update of 2 s.
+    """
     line = {"time/rollout": 1.0, "time/reward_wait": 3.0, "time/update": 2.0, "time/step": 6.5}
     line |= {"response_length/max": 10, "response_length/mean": 10, "perf/tokens": 40, "genrm/asked": 3}
     sample = {"split": "train", "response_length": 10, "reward_extra_info": {"critique": "x" * 40}}

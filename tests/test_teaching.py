@@ -1,4 +1,4 @@
-"""The exercises of docs/teaching.md: their tests are red as they come, and green after the solutions."""
+"""The exercises of docs/teaching.md: their tests fail as shipped and pass with the solutions."""
 
 import os
 import re
@@ -16,7 +16,7 @@ EXERCISES = {path.stem for path in (ROOT / FOLDER).glob("*.diff")}
 
 @pytest.mark.slow
 def test_each_exercise_is_red_and_its_solution_green(tmp_path):
-    """In a copy of the scripts and the exercises, with the commands of the page."""
+    """Run the commands of the page in a copy of the scripts and the exercises."""
     for pattern in ("*.py", "toy/*.py", "pytest.ini", f"{FOLDER}/*.*"):
         for path in ROOT.glob(pattern):
             target = tmp_path / path.relative_to(ROOT)
@@ -24,7 +24,7 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
             shutil.copy(path, target)
 
     def results():
-        """{(exercise, test): "PASSED" or "FAILED"}"""
+        """Return {(exercise, test): "PASSED" or "FAILED"}."""
         command = [sys.executable, "-m", "pytest", "-rA", "--tb=line", "-p", "no:cacheprovider", FOLDER]
         said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
         found = re.findall(rf"^(\w+) {FOLDER}/test_(\w+)\.py::(\w+)", said, re.M)
@@ -34,7 +34,7 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
     assert len(EXERCISES) == 6
     before = results()
     assert {exercise for (exercise, _), result in before.items() if result == "FAILED"} == EXERCISES
-    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # it is no repository of its own
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # the copy is not a repository
     for exercise in EXERCISES:
         subprocess.run(["git", "apply", f"{FOLDER}/{exercise}.diff"], cwd=tmp_path, env=outside, check=True)
     assert results() == dict.fromkeys(before, "PASSED")
@@ -43,7 +43,9 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
 
 
 def test_the_first_commands_install_what_they_run():
-    """`make setup` installs requirements.txt or requirements-cpu.txt, not what only the tests need."""
+    """`make setup` installs requirements.txt or requirements-cpu.txt, without packages that only the tests
+    need.
+    """
     first = re.search(r"```bash\n(.*?)```", (ROOT / "docs/teaching.md").read_text(), re.S)[1].splitlines()
     assert first[0] == "make setup"
     ran = next(number for number, line in enumerate(first) if line.startswith("pytest "))
@@ -59,7 +61,7 @@ def test_the_page_has_every_exercise_and_two_hours():
 
 
 def test_what_the_page_says_to_read_is_there():
-    """The names after a `file.py`, up to the end of the phrase, are functions and classes of that file."""
+    """The names between a `file.py` and the end of the phrase are functions and classes in that file."""
     text = (ROOT / "docs/teaching.md").read_text().split("## The exercises")[0]
     pieces = re.split(r"`(\w+\.py)`", text)
     number = 0

@@ -1,4 +1,4 @@
-"""The clock of benchmarks/time_to_score.py, on events and turns worked out by hand."""
+"""The clock of benchmarks/time_to_score.py, with events and turns computed by hand."""
 
 import sys
 from pathlib import Path
@@ -12,12 +12,12 @@ def event(kind, at, cpu, **values):
 
 
 def test_evaluations_and_the_turns_of_other_sides_do_not_count():
-    turns = [(100, 110), (130, 150)]  # it was stopped from 110 to 130
+    turns = [(100, 110), (130, 150)]  # the side was stopped from 110 to 130
     events = [
         event("evaluation begins", 102, 1.0),
-        event("evaluation", 105, 3.0, score=0.1),  # 3 s, 2 s of CPU time
+        event("evaluation", 105, 3.0, score=0.1),  # it took 3 s, with 2 s of CPU time
         event("rewards", 108, 4.0, reward=-0.5, spread=0.25),
-        event("step", 135, 5.0),  # 15 s of its own, 3 of them an evaluation
+        event("step", 135, 5.0),  # 15 s of its own, 3 s of them evaluating
         event("rewards", 138, 6.0, reward=0.5, spread=1.0),
         event("step", 140, 7.0),
         event("evaluation begins", 141, 8.0),

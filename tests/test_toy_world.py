@@ -1,4 +1,5 @@
-"""toy/: problems, the oracle against hand-made texts, noisy solvers and critics, rows, tokenizer, report."""
+"""toy/: problems, the oracle on hand-written texts, simulated solvers and critics, rows, tokenizer, report.
+"""
 
 import asyncio
 import json
@@ -31,7 +32,7 @@ from toy.toy_world import (
     write_solution,
 )
 
-BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REMAINDER)  # 74, 66 (a borrow), 69
+BEN = Problem("Ben", "eggs", 65, (9, -8, 3), REMAINDER)  # 74, 66 (with a borrow), 69
 QUESTION = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
 SOUND = ["65+9=74", "74-8=66", "66+3=69", r"Remainder \boxed{4}"]
 
@@ -105,23 +106,23 @@ def test_forgotten_carry_is_off_by_ten(left, step, result):
     "solution, index",
     [
         (SOUND, -1),
-        # forgotten carry: the answer is right all the same
+        # A forgotten carry does not change the answer.
         (
             ["65+9=64", "64-8=56", "56+3=59", r"Remainder \boxed{4}"],
             0,
         ),
         (["65+9=74", "74-8=76", "76+3=79", r"Remainder \boxed{4}"], 1),  # forgotten borrow, likewise
-        (["65+9=74", "75-8=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # another start than the stated value
-        (["65+9=74", "74-7=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # not the problem's step
-        (["65+9=74", "74+8=82", "82+3=85", r"Remainder \boxed{0}"], 1),  # the wrong sign
+        (["65+9=74", "75-8=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # does not start from the stated value
+        (["65+9=74", "74-7=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # differs from the problem's step
+        (["65+9=74", "74+8=82", "82+3=85", r"Remainder \boxed{0}"], 1),  # wrong sign
         (SOUND[:3] + [r"Remainder \boxed{3}"], 3),
-        (SOUND[:3] + [r"Total \boxed{69}"], 3),  # answers another question
+        (SOUND[:3] + [r"Total \boxed{69}"], 3),  # answers a different question
         (SOUND[:3], 3),  # the last line is missing
-        (SOUND + ["65+9=74"], 4),  # a surplus line
+        (SOUND + ["65+9=74"], 4),  # an additional line
         (["65 + 9 = 74"] + SOUND[1:], 0),  # malformed
         ([], 0),
         (["65+9=74\n74-8=66"] + SOUND[2:], 0),  # two lines in one paragraph
-        (["65+9=" + "7" * 5000], 0),  # more digits than int() takes
+        (["65+9=" + "7" * 5000], 0),  # more digits than int() accepts
     ],
 )
 def test_oracle_by_hand(solution, index):
@@ -151,7 +152,7 @@ def test_solver_without_slips_is_sound_and_with_them_slips_as_often_as_told():
                 carries += 1
                 forgotten += stated != value + step
             value = stated
-        if problem.question == REMAINDER:  # forgotten carries never cost the answer
+        if problem.question == REMAINDER:  # forgotten carries never change the answer
             assert compute_score.compute_score("toy", lines[-1], problem.answer)["acc"]
     assert carries > 2000 and abs(forgotten / carries - 0.35) < 0.03
 
@@ -262,7 +263,7 @@ def test_what_the_oracle_can_be_told_to_say():
     assert said(wrong, steps) == said(wrong) | {"step_scores": [1.0, 0.0, 0.0, 0.0]}
     assert said("\n\n".join(SOUND), steps)["step_scores"] == [1.0] * 4
     assert said(flawed, steps, recall=0.0)["step_scores"] == [1.0] * 4
-    assert said(wrong, steps, judge_wrong=False)["step_scores"] is None  # nobody has looked
+    assert said(wrong, steps, judge_wrong=False)["step_scores"] is None  # the judge was not queried
 
 
 def test_kinds_of_toy_worlds():
@@ -286,7 +287,7 @@ def test_kinds_of_toy_worlds():
         )
         shares[name] = (sound, right)
     assert 0.26 < shares["standard"][0] < 0.36 and 0.6 < shares["standard"][1] < 0.72
-    # wrong far more often than truly correct
+    # These policies are wrong far more often than fully correct.
     assert shares["weak_policy"][0] < 0.12 and shares["weak_policy"][1] < 0.4
     for _ in range(200):
         problem, paragraphs = toy_world.right_solution(rng, True, toy_world.KINDS["narrow_judge"])
@@ -299,7 +300,7 @@ def test_kinds_of_toy_worlds():
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """The standard world, with the models that are shipped."""
+    """Return the standard world with the shipped models."""
     folder = tmp_path_factory.mktemp("world")
     prepare_data.prepare(prepare_data.Config(tasks=["toy"], out_dir=folder))
     return folder
@@ -317,7 +318,9 @@ def test_the_files_of_the_toy_world(world):
 
 
 def answered(folder, rows, function) -> dict:
-    """What the model of this folder gets for these rows at temperature 1, averaged as the trainer does."""
+    """Score the answers of the model in this folder to these rows at temperature 1, averaged as in the
+    trainer.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 2e6
@@ -344,7 +347,7 @@ def answered(folder, rows, function) -> dict:
     ],
 )
 def test_the_shipped_models_score_as_their_card_says(world, name, file, function):
-    """At temperature 1 and on half of the rows, within three standard errors."""
+    """Test at temperature 1, on half of the rows, within three standard errors."""
     means = answered(world / name, pq.read_table(world / f"{file}.parquet").to_pylist()[:256], function)
     card = (warm_start.SHIPPED / "README.md").read_text()
     for key, line in {
@@ -363,7 +366,10 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 1, 2])
 def test_the_second_worlds_shipped_starts_score_as_their_card_says(start):
-    """As above. Another model of the same seed, a teacher or a judge, has the same tokenizer."""
+    """This is tested as above.
+
+    Another model of the same seed, such as a teacher or a judge, has the same tokenizer.
+    """
     rng, kind = random.Random(start), toy_world.KINDS["own_flaws"]
     problems = [toy_world.random_problem(rng, kind.question, kind.lengths) for _ in range(256)]
     rows = [toy_world.policy_row(problem, "toy", "test", i) for i, problem in enumerate(problems)]
@@ -389,7 +395,10 @@ def test_a_world_of_another_seed_has_other_problems_and_the_shipped_models(tmp_p
 
 @pytest.mark.slow
 def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
-    """Rows and models of a seed and a kind; those of the first are the ones that prepare_data.py writes."""
+    """Write rows and models for a seed and a kind.
+
+    With default settings, they equal those that prepare_data.py writes.
+    """
     trained = []
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: trained.append(of))
     for name, *more in (("plain",), ("other", "--kind", "weak_policy", "--seed", "1", "--models", "judge")):
@@ -416,7 +425,9 @@ def test_rows_without_models(tmp_path):
 
 @pytest.mark.slow
 def test_the_second_worlds_warm_start(tmp_path, monkeypatch, capsys):
-    """Five files and a policy; it ends as soon as so many solutions of long stories are sound."""
+    """The warm start writes five files and a policy, and stops when this fraction of solutions to long
+    stories is sound.
+    """
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: function(0, *of))
     shares = iter((0.1, 0.3, 0.5))
     measured = []
@@ -443,14 +454,14 @@ def test_the_second_worlds_warm_start(tmp_path, monkeypatch, capsys):
 
 def test_sound_share_of_a_model_that_knows_nothing(tokenizer):
     model = warm_start.new_model(len(tokenizer), 0)
-    torch.nn.init.zeros_(model.lm_head.weight)  # every token is as probable as any other
+    torch.nn.init.zeros_(model.lm_head.weight)  # every token is equally probable
     share = warm_start.sound_share(model, tokenizer, lambda: warm_start.chat(QUESTION, "6"))
-    assert share == pytest.approx(len(tokenizer) ** -2.0)  # the digit, and the end
+    assert share == pytest.approx(len(tokenizer) ** -2.0)  # the digit and the end token
 
 
 @pytest.mark.parametrize("name", ["policy", "judge", "own0", "own1", "own2", "shop0", "shop1", "shop2"])
 def test_the_words_of_the_world_have_the_token_ids_that_the_models_were_trained_on(name):
-    """The vocabulary spells two words in short, as the texts of the warm start once did."""
+    """The vocabulary contains two words in shortened form, as in the original texts of the warm start."""
     tokenizer = AutoTokenizer.from_pretrained(warm_start.SHIPPED / name)
     trained = Tokenizer.from_file(str(warm_start.SHIPPED / name / "tokenizer.json"))
     trained.normalizer, trained.decoder = None, decoders.ByteLevel()
@@ -540,7 +551,7 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
     held_out = {f"val/{key}/mean@1": 0.25 for key in report.COLUMNS.values()}
     for name, acc in (("baseline", 0.75), ("fapo", 0.875)):
         run(name, {"step": 0} | held_out, {"step": 1, "reward/acc": 0.5} | held_out | {"val/toy/mean@1": acc})
-        so_far = report.report(tmp_path, so_far=True)  # without the runs to come
+        so_far = report.report(tmp_path, so_far=True)  # the other runs do not exist yet
         assert "| outcome reward only, step 1 | 0.750 |" in so_far
         assert ("| FAPO" in so_far) == (name == "fapo")
     text = report.report(tmp_path)
@@ -561,7 +572,8 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, tokenizer):
-    """The first thirty steps of a warm start, twice: the same weights, and a loss far below chance."""
+    """Repeat the first thirty steps of a warm start: the weights are equal, and the loss is far below chance.
+    """
     phases = warm_start.phases
     monkeypatch.setattr(warm_start, "phases", lambda *of: [(*phases(*of)[0][:2], 30, *phases(*of)[0][3:])])
     weights = []
@@ -577,12 +589,15 @@ def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, to
 
 
 def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
-    """Right answers only, as many flawed as sound, each once, labelled; no problem in both files."""
+    """The rows have correct answers only, with as many flawed as sound ones, each once and labelled.
+
+    No problem is in both files.
+    """
     rng, lines = random.Random(0), []
     for number in range(60):
         problem, paragraphs = toy_world.right_solution(rng, number % 3 == 0, toy_world.KINDS["own_flaws"])
         line = {"split": "train", "prompt": str(problem), "response": "\n\n".join(paragraphs)}
-        line["reward_extra_info"] = {"acc": number >= 6}  # the first ones, as if they were wrong
+        line["reward_extra_info"] = {"acc": number >= 6}  # treat the first ones as wrong
         lines += [line, line, line | {"split": "toy"}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     path = Path(warm_start.__file__).parents[1] / "recipes/critic_rows.py"

@@ -1,4 +1,4 @@
-"""The page of a run: its data, and in a real browser that filters, links and views show what they should."""
+"""The page of a run: its data, and its filters, links and views in a real browser."""
 
 import html
 import json
@@ -42,7 +42,7 @@ def line(
     status="ok",
     **more,
 ):
-    """A line of samples.jsonl; `info` adds to what the reward function returned."""
+    """Return a line of samples.jsonl. `info` is added to what the reward function returned."""
     info = {
         "score": reward,
         "acc": True,
@@ -92,14 +92,14 @@ def write_run(folder, samples, metrics=METRICS):
 
 
 def data_of(page):
-    """What the page holds: its script element ends where it should."""
+    """Return the data in the page, and check that its script element ends where it should."""
     return json.loads(
         re.search(r'id="data">(.*?)</script>\n<script>\n"use strict"', page.read_text(), re.S)[1]
     )
 
 
 def dom(page, /, **state):
-    """The page's HTML as a browser has drawn it for this state."""
+    """Return the page's HTML after a browser has rendered it in this state."""
     address = f"{page.as_uri()}#{urllib.parse.urlencode(state)}"
     command = [
         CHROMIUM,
@@ -114,13 +114,16 @@ def dom(page, /, **state):
 
 
 def part(text, name):
-    """The inner HTML of the element with this id, up to the next element that has one of the page's own."""
+    """Return the inner HTML of the element with this id, up to the next element with an id of the page."""
     return re.search(rf'id="{name}"[^>]*>(.*?)(?=<(?:div|section|span|script)[^>]* id="|$)', text, re.S)[1]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Two runs. In "fapo" step 1 has a group with every kind of sample, step 2 one with hostile texts."""
+    """Return the page of two runs.
+
+    In "fapo", step 1 has a group with every kind of sample, and step 2 has one with hostile texts.
+    """
     folder = tmp_path_factory.mktemp("runs")
     everything = [line(**case) for case in ({}, CAUGHT, MISSED, SILENT, CUT)]
     hostile = line(step=2, group=3, prompt=EVIL, solution=(EVIL,), info={"critique": EVIL, "pred": EVIL})
@@ -132,7 +135,7 @@ def page(tmp_path_factory):
     return view_run.write_page([folder])
 
 
-# ----------------------------------------------------------------------------------------- from files to data
+# ---- from files to data
 
 
 def test_lines_become_whole_groups_and_curves(tmp_path):
@@ -159,7 +162,7 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
         tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}]
     )
     with open(run / "samples.jsonl", "ab") as file:
-        file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # cut in the middle of a character
+        file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # truncated in the middle of a character
     (data,) = data_of(view_run.write_page([run]))["runs"]
     assert [len(group["samples"]) for group in data["groups"]] == [2, 1]
     assert data["metrics"] == {} and data["notes"] == [
@@ -172,7 +175,7 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
 
 
 def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
-    """200 steps of 8 samples of 8,000 characters are 13 MB."""
+    """200 steps of 8 samples with 8,000 characters take 13 MB."""
     samples = [line(step=step, response="7" * 8000) for step in range(1, 201) for _ in range(8)]
     for step in (0, 100, 200):
         samples += [line(step=step, split="val", group=group, prompt=f"{group}") for group in range(3)]
@@ -182,7 +185,7 @@ def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
     (data,) = data_of(page)["runs"]
     kept = [group["step"] for group in data["groups"] if group["split"] == "train"]
     assert all(len(group["samples"]) == 8 for group in data["groups"] if group["split"] == "train")
-    # no gap, early or late
+    # There is no gap, neither early nor late.
     assert 40 < len(kept) < 65 and max(b - a for a, b in zip([0, *kept], [*kept, 201])) <= 8
     assert {(g["step"], g["group"]) for g in data["groups"] if g["split"] == "val"} >= {
         (0, 0),
@@ -233,18 +236,18 @@ def test_what_models_wrote_cannot_become_markup(page):
     assert group["prompt"] == sample["response"].split("\n\n")[0] == info["critique"] == info["pred"] == EVIL
 
 
-# ----------------------------------------------------------------------------------------------- in a browser
+# ---- in a browser
 
 
 def played(page, script):
-    """What the page's title is, as JSON, when this script has run at the end of a copy of it."""
+    """Run this script at the end of a copy of the page, and return the page's title, parsed as JSON."""
     copy = page.with_name("played.html")
     copy.write_text(page.read_text() + f"<script>{{{script}}}</script>")
     return json.loads(html.unescape(re.search("<title>(.*?)</title>", dom(copy), re.S)[1]))
 
 
 def understood(page):
-    """Of each run's first group, what the page makes of its samples."""
+    """Return how the page interprets the samples in each run's first group."""
     return played(page, "document.title = JSON.stringify(RUNS.map(run => run.groups[0].samples))")
 
 
@@ -302,7 +305,7 @@ def test_a_filter_shows_what_it_names(page, name, chosen):
     assert expected in part(text, "count")
     cards = re.findall(r'<a id="card-(\d)" aria-current="(\w+)" class="(card(?: dim)?)" href="([^"]+)"', text)
     assert [int(number) for number, _, kind, _ in cards if kind == "card"] == chosen and len(cards) == 5
-    # its sample is the one below
+    # The chosen card is the sample below.
     assert [int(number) for number, is_chosen, _, _ in cards if is_chosen == "true"] == chosen[:1]
     assert f"Sample {chosen[0]}, paragraph by paragraph" in text
     state = urllib.parse.parse_qs(html.unescape(cards[3][3]).lstrip("#"))
@@ -322,7 +325,7 @@ def test_a_filter_shows_what_it_names(page, name, chosen):
 def test_a_group_and_a_sample_explain_the_reward(page):
     text = dom(page, view="groups", run="fapo", step=1, group=0, sample=1)
     group, sample = part(text, "group"), part(text, "sample")
-    # of 1, 0, 1, -1: silence does not count
+    # of 1, 0, 1, -1: a sample without a verdict does not count
     assert PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group
     tints = re.findall(r'class="advantage" style="(.*?)">(.*?)<', group)
     assert [words for _, words in tints] == [
@@ -356,22 +359,22 @@ def test_what_models_wrote_is_text_also_for_the_search(page):
         and text.count("<script") == 2
     )
     escaped = html.escape(EVIL, quote=False)
-    # the solution, the critique, a value
+    # the solution, the critique and a value
     assert escaped in part(text, "group") and part(text, "sample").count(escaped) == 3
-    assert re.search(r"<title>(.*?)</title>", text)[1] == str(page.parent)  # and no script of theirs ran
+    assert re.search(r"<title>(.*?)</title>", text)[1] == str(page.parent)  # their scripts did not run
 
 
 @in_browser
 @pytest.mark.slow
 def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the_runs(page):
     text = dom(page)
-    # one a run in accuracy and no verdict
+    # One curve per run for accuracy and for missing verdicts.
     assert (
         len(re.findall(r'<figure data-key="reward/acc">', text)) == 1 and text.count('class="held-out"') == 4
     )
-    assert text.count("<polyline") == 4  # thin and thick for each run; no line joins the markers
+    assert text.count("<polyline") == 4  # a thin and a thick line per run, without lines between markers
     colours = re.findall(r'<polyline [^>]*style="color:(.*?)"', text)
-    assert colours == 2 * ["var(--run-0)"] + 2 * ["var(--run-1)"]  # of the first run, and of the second
+    assert colours == 2 * ["var(--run-0)"] + 2 * ["var(--run-1)"]  # the first run's, then the second run's
     markers = re.findall(r'class="held-out"[^>]*style="color:(.*?)"', text)
     assert sorted(markers) == 2 * ["var(--run-0)"] + 2 * ["var(--run-1)"]
     assert dom(page, hide="baseline").count("<polyline") == 2
@@ -417,7 +420,7 @@ def test_a_source_may_have_slashes_and_a_run_a_comma(tmp_path):
 
 @in_browser
 def test_slider_search_and_keys_do_what_the_mouse_does(page):
-    """A script that plays the user, at the end of a copy of the page."""
+    """Run a script that simulates the user, at the end of a copy of the page."""
     plays = """
       const chart = document.querySelector("[data-key='reward/acc']");
       const readout = chart.querySelector(".readout");
@@ -437,14 +440,17 @@ def test_slider_search_and_keys_do_what_the_mouse_does(page):
       press("Enter");
     """
     seen = played(page, plays)
-    # from step 1 to 0, which is the first
+    # from step 1 to step 0, the first
     assert seen[0].startswith("step 0baseline● 0.25") and seen[1] == seen[0]
     assert seen[2:] == ["#view=groups&step=0", "1", "2", "q", "#view=groups&step=2&run=fapo&q=onerror"]
 
 
 @in_browser
 def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
-    """Right is true or 1; of a function that says nothing of flaws there is its score alone."""
+    """An answer is correct if `acc` is true or 1.
+
+    If a function does not report flaws, only its score is shown.
+    """
     cases = [
         (
             dict(acc=True, flawed_positive=True, score=0.25),
@@ -485,7 +491,7 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
 
 @in_browser
 def test_what_a_judge_costs_is_not_guessed_if_the_configuration_does_not_say_it(tmp_path):
-    """Neither is the paragraph that it names: without first_wrong, a box of its critique is only a box."""
+    """The same holds for the paragraph: without first_wrong, a box in the critique has no special meaning."""
     info = {"acc": True, "flawed_positive": True, "score": 0.2}
     info |= {"genrm_status": "ok", "critique": "\\boxed{1}"}
     equal = [line(reward=0.2) | {"reward_extra_info": info} for _ in range(2)]
@@ -525,7 +531,10 @@ def test_a_groups_verdict_is_at_its_head_and_its_score_is_the_groups(tmp_path):
 
 @in_browser
 def test_paragraphs_have_the_colours_of_their_advantages(tmp_path):
-    """What is before the first wrong paragraph is not blamed; a sample without one has one advantage."""
+    """Tokens before the first wrong paragraph are not blamed.
+
+    A sample without a wrong paragraph has a single advantage.
+    """
     blamed = CAUGHT | {"paragraph_advantages": [0.25, 0.25, -1.5, -1.5], "solution": (*SOUND, "71-1=60")}
     blamed = line(**blamed | {"info": CAUGHT["info"] | {"first_wrong": 2}})
     text = dom(view_run.write_page([write_run(tmp_path / "run", [blamed, line()])]), view="groups")
@@ -621,7 +630,7 @@ def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp
 
 @pytest.fixture
 def served(tmp_path):
-    """A run in progress, and the address of a server that shows it."""
+    """Yield a run in progress and the address of a server that shows it."""
     run = write_run(tmp_path / "run", [line(prompt="the first prompt")])
     with view_run.start_server([run]) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -658,7 +667,7 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
 @in_browser
 @pytest.mark.slow
 def test_a_browser_shows_what_a_run_writes_while_its_page_is_open(served, monkeypatch):
-    """The run writes only after the browser has got its first page, so that the page must follow."""
+    """The run writes only after the browser has loaded the page, so the page must update itself."""
     run, address = served
     pages = []
     page_of = view_run.page_of
@@ -714,7 +723,7 @@ def test_the_samples_of_all_steps_are_one_list_that_keys_lead_along(page):
     assert "6 samples, page 1 of 1" in part(text, "found")
     rows = part(text, "rows")
     cells = re.findall(r'<tr><td><a href="[^"]*">(.*?)</a></td>.*?<td class="number">(.*?)</td>', rows)
-    # by reward, the one without a verdict last; the hostile text stays text
+    # The rows are sorted by reward, with the one without a verdict last. Hostile text stays text.
     assert [reward for _, reward in cells] == ["−1", "0", "1", "1", "1", "–"]
     assert cells[0][0] == "1, sample 4" and "<img" not in rows and "&lt;/script&gt;" in rows
     plays = """

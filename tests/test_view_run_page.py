@@ -1,4 +1,4 @@
-"""The page of a run in a browser: axes, zoom, seeds, histograms, run details, filters, colours, labels."""
+"""The page of a run in a browser: axes, zoom, seeds, histograms, details, filters, colours, labels."""
 
 import html
 import json
@@ -16,12 +16,12 @@ VIEWS = ("curves", "groups", "samples", "changed", "about")
 
 
 def figure(text, key):
-    """The chart of this metric."""
+    """Return the chart of this metric."""
     return re.search(f'<figure data-key="{key}">.*?</figure>', text, re.S)[0]
 
 
 def thick_lines(text, key="reward/acc"):
-    """The points of each thick line of a chart, as [[x, y], ...]."""
+    """Return the points of each thick line in a chart, as [[x, y], ...]."""
     found = re.findall(r'<polyline [^>]*stroke-width="2"[^>]*points="([^"]*)"', figure(text, key))
     return [[list(map(float, point.split(","))) for point in points.split()] for points in found]
 
@@ -31,7 +31,7 @@ def words_of(text):
 
 
 def steps_of(accuracies, **more):
-    """Lines of metrics.jsonl from step 1 on."""
+    """Return lines of metrics.jsonl, from step 1 on."""
     return [{"step": step, "reward/acc": value} | more for step, value in enumerate(accuracies, 1)]
 
 
@@ -41,13 +41,15 @@ def configured(folder, metrics, samples=(), **settings):
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------- curves
+# ---- curves
 
 
 @in_browser
 @pytest.mark.slow
 def test_steps_time_and_tokens_are_axes(tmp_path):
-    """Ten steps of one run take as long as five of the other, and as many tokens as two and a half."""
+    """Ten steps of one run take as long as five steps of the other, and have as many tokens as two and a
+    half.
+    """
     write_run(tmp_path / "fast", [], steps_of([0.5] * 10, **{"time/step": 10.0, "perf/tokens": 100}))
     write_run(tmp_path / "slow", [], steps_of([0.5] * 10, **{"time/step": 20.0, "perf/tokens": 400}))
     page = view_run.write_page([tmp_path])
@@ -55,7 +57,7 @@ def test_steps_time_and_tokens_are_axes(tmp_path):
     for axis in ("", "time", "tokens"):
         text = dom(page, axis=axis)
         fast, slow = (points[-1][0] for points in thick_lines(text))
-        left = 58  # where the axis begins
+        left = 58  # the axis begins here
         ends[axis] = (fast - left) / (slow - left)
         name = {"": "step", "time": "minutes", "tokens": "response tokens"}[axis]
         assert f">{name}</text>" in figure(text, "reward/acc")
@@ -106,7 +108,7 @@ def test_dragging_over_a_chart_shows_that_part_of_all_charts(tmp_path):
 
 @pytest.fixture
 def seeds(tmp_path):
-    """Three seeds of one setting, of which one ended early, and a run of another setting."""
+    """Return three seeds of one setting, of which one ended early, and a run of another setting."""
     for seed, values in enumerate(([0.1, 0.2], [0.3, 0.4], [0.8])):
         configured(tmp_path / f"fapo_seed{seed}", steps_of(values), lr=1.0, seed=seed, out_dir=f"x{seed}")
     configured(tmp_path / "other", steps_of([0.5, 0.5]), lr=2.0, seed=0, out_dir="y")
@@ -126,7 +128,7 @@ def test_the_seeds_of_a_setting_are_a_median_and_a_band(seeds):
     (first, last) = thick_lines(text)[0]
     height = {0.3: first[1], 0.5: thick_lines(text)[1][0][1]}  # the median of 0.1, 0.3 and 0.8 is lower
     assert height[0.3] > height[0.5]
-    # At step 2 two seeds are left.
+    # At step 2, two seeds are left.
     readout = words_of(re.search('<div class="readout">.*', chart, re.S)[0])
     assert readout == "step 2fapo (3 seeds)0.3 (0.2 to 0.4) of 2 seedsother0.5"
 
@@ -146,7 +148,7 @@ def test_histograms_count_the_logged_samples_of_each_step(tmp_path):
     assert "8 of 8 samples" not in chart and 'data-histogram="length"' in text
 
 
-# ------------------------------------------------------------------------------------------------ run details
+# ---- details of a run
 
 
 @in_browser
@@ -163,7 +165,7 @@ def test_settings_that_differ_from_the_defaults_come_first(tmp_path):
     }
     assert rows["chosen"] == [("--own-flag", "set", "mine")] and ">plain</td>" in tables["chosen"]
     assert [row[0] for row in rows["others"]] == ["--lr", "--seed"]
-    # Without defaults, and in two runs, those in which the runs differ.
+    # If defaults are unknown and there are two runs, the page shows the settings in which they differ.
     configured(tmp_path / "twin", steps_of([0.5]), lr=1e-6, seed=1, own_flag="mine")
     (run / "starts.jsonl").unlink()
     text = part(dom(view_run.write_page([tmp_path]), view="about"), "configuration")
@@ -196,7 +198,7 @@ def test_secrets_are_not_on_the_page(tmp_path):
 @in_browser
 @pytest.mark.slow
 def test_the_time_of_a_step_is_split_into_its_parts(tmp_path):
-    """With --overlap rollouts and rewards run during the update, so only the wait for them counts."""
+    """With --overlap, rollouts and rewards happen during the update, so only the wait for them counts."""
     plain = {"time/rollout": 5.0, "time/reward_wait": 1.0, "time/update": 3.0, "time/step": 10.0}
     write_run(tmp_path / "plain", [], steps_of([0.5, 0.5], **plain))
     overlap = plain | {"time/rollout_wait": 2.0, "time/sync": 1.0, "time/step": 8.0}
@@ -214,7 +216,7 @@ def test_the_time_of_a_step_is_split_into_its_parts(tmp_path):
     assert charts["plain"].count("step 2: rollout 5 s") == 1
 
 
-# ---------------------------------------------------------------------------------------------------- samples
+# ---- samples
 
 
 @in_browser
@@ -270,7 +272,7 @@ def test_the_download_has_the_lines_of_the_samples_that_match(tmp_path):
 @in_browser
 @pytest.mark.slow
 def test_the_critique_stands_at_the_step_that_it_flags(tmp_path):
-    """A function without a judge names the step itself; a judge that failed names none."""
+    """If a function has no judge, it names the step itself. A judge that failed names none."""
     alone = line(**CAUGHT)
     del alone["reward_extra_info"]["genrm_status"]
     failed = line(info=CAUGHT["info"] | {"genrm_status": "timeout"})
@@ -317,13 +319,15 @@ def test_samples_jsonl_has_the_advantages_of_tokens_in_runs():
     assert line_of(sample, {0}, None)["token_advantages"] == [[2, 0.5], [1, -1.0]]
 
 
-# ------------------------------------------------------------------------------------ hostile texts and sizes
+# ---- hostile texts and sizes
 
 
 @in_browser
 @pytest.mark.slow
 def test_no_text_of_a_run_becomes_markup_in_any_view(tmp_path):
-    """Neither what a model wrote, nor a status, a source, a setting, a command line, a metric's name."""
+    """This includes texts from a model, a status, a source, a setting, a command line and the name of a
+    metric.
+    """
     turns = [{"who": EVIL, "text": EVIL, "tokens": 2}, {"who": "policy", "text": EVIL, "tokens": 2}]
     info = {"critique": EVIL, "first_wrong": 0, "flawed_positive": True, EVIL: EVIL, "error": EVIL}
     info |= {"group_critique": EVIL + "\n", "genrm_error": EVIL}
@@ -370,11 +374,11 @@ def test_many_evaluations_are_thinned_but_for_the_first_and_the_last(tmp_path):
     assert "samples of only one evaluation in " in data["notes"][0] and page.stat().st_size < 0.35e6
 
 
-# ---------------------------------------------------------------------- colours, labels, keys, narrow screens
+# ---- colours, labels, keys, narrow screens
 
 
 def themes():
-    """The colours of page.css as {theme: {name: (red, green, blue)}}."""
+    """Return the colours in page.css as {theme: {name: (red, green, blue)}}."""
     style = (PAGE / "page.css").read_text()
     light, dark = re.findall(r":root \{(.*?)\}", style, re.S)[:2]
     found = {}
@@ -400,7 +404,7 @@ def luminance(colour):
 
 
 def contrast(one, other):
-    """The contrast ratio of WCAG 2."""
+    """Return the contrast ratio as defined by WCAG 2."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
@@ -414,14 +418,14 @@ KINDS = ("good", "flawed", "bad", "silent", "plain")
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_texts_and_lines_have_the_contrast_of_wcag_aa(theme):
-    """4.5 for texts, also on tinted backgrounds; 3 for lines and markers."""
+    """The ratio must be 4.5 for texts, also on tinted backgrounds, and 3 for lines and markers."""
     colours = themes()[theme]
     for back in ("back", "panel"):
         for front in ("text", "soft", "link", *KINDS):
             assert contrast(colours[front], colours[back]) >= 4.5, (front, back)
         for number in range(6):
             assert contrast(colours[f"run-{number}"], colours[back]) >= 3, (number, back)
-        tints = {"good": 0.4, "bad": 0.4, "flawed": 0.14, "plain": 0.17}  # the strongest of each
+        tints = {"good": 0.4, "bad": 0.4, "flawed": 0.14, "plain": 0.17}  # the strongest tints
         for tint, share in tints.items():
             under = mixed(colours[tint], colours[back], share)
             assert contrast(colours["text"], under) >= 4.5, (tint, back)
@@ -430,7 +434,7 @@ def test_texts_and_lines_have_the_contrast_of_wcag_aa(theme):
         assert contrast(colours["soft"], observation) >= 4.5 and contrast(colours["flawed"], flagged) >= 4.5
 
 
-# Colours as people without one kind of cone see them (Machado, Oliveira and Fernandes, 2009).
+# Colours as seen by people without one type of cone (Machado, Oliveira and Fernandes, 2009).
 VISIONS = {
     "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
@@ -455,7 +459,10 @@ def oklab(colour, vision):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colour_blind_readers_can_tell_the_colours_of_runs_apart(theme):
-    """In Oklab, where about 0.02 is the least that people see; the same for good, flawed and bad."""
+    """Distances are in Oklab, where people can see differences of about 0.02.
+
+    Good, flawed and bad must differ as well.
+    """
     colours = themes()[theme]
     runs = [f"run-{number}" for number in range(6)]
     for names, least in ((runs, 0.1), (["good", "flawed"], 0.1), (["good", "bad"], 0.1)):
@@ -471,7 +478,7 @@ def test_colour_blind_readers_can_tell_the_colours_of_runs_apart(theme):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """A run with everything that the page draws."""
+    """Return a run with everything that the page can show."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         turns = [{"who": "policy", "text": "a" * 300, "tokens": 5}, {"who": "tool", "text": "4", "tokens": 1}]
@@ -539,7 +546,7 @@ def test_every_control_has_a_name_and_every_link_an_address(everything):
 @in_browser
 @pytest.mark.slow
 def test_on_a_phone_nothing_is_wider_than_the_screen(everything, tmp_path):
-    """A frame as wide as a phone; the frame's page cannot be scrolled sideways in any view."""
+    """In a frame as wide as a phone, the page must not scroll sideways in any view."""
     frame = tmp_path / "phone.html"
     source = json.dumps(everything.read_text()).replace("</", "<\\/")
     frame.write_text(f"""<!doctype html><title></title>

@@ -1,4 +1,4 @@
-"""New weights on their way: files that safetensors reads, from node to node, and nodes that die."""
+"""Weight transfer: files that safetensors can read, transfers from node to node, and nodes that die."""
 
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def tensors(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size, count", [(2**20, 1), (100, 4), (1, 6)])
 def test_packs_are_safetensors_files_with_each_tensor_once(tmp_path, monkeypatch, dtype, size, count):
-    """Also those of a transposed one; a second sync writes over the first one's files."""
+    """This includes transposed tensors. A second sync overwrites the files of the first."""
     monkeypatch.setattr(weights, "PACK", size * dtype.itemsize // 4 or 1)
     sent = tensors(dtype)
     sent["large"] = sent["large"].T
@@ -58,7 +58,7 @@ def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another
 
 
 def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeypatch):
-    """Its name can be foretold, and everybody can write to /dev/shm."""
+    """The folder's name is predictable, and everyone can write to /dev/shm."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     with pytest.raises(PermissionError, match="not a folder that this user owns"):
@@ -103,7 +103,7 @@ def test_a_model_without_a_head_in_vllm_is_sent_none(kind, has_head):
 
 
 class Told:
-    """Of an actor's handle what to_all needs; notes how many calls are under way."""
+    """A stand-in for an actor's handle with what to_all needs. It counts running calls."""
 
     waves = []
 

@@ -1,4 +1,4 @@
-"""Tiny policies and steps of samples, for the tests of several files."""
+"""Tiny policies and steps of samples for several test files."""
 
 import math
 import tempfile
@@ -32,14 +32,14 @@ def config_of(**changes):
 
 
 def policy_of(a_model, **changes):
-    """A Policy with a copy of this model."""
+    """Return a Policy with a copy of this model."""
     with tempfile.TemporaryDirectory() as folder:
         a_model.save_pretrained(folder)
         return Policy(config_of(**{"model": folder} | changes), folder, CPU)
 
 
 def with_sgd(policy):
-    """Plain SGD instead of AdamW: the weights show the gradient."""
+    """Replace AdamW with plain SGD, so that the weights show the gradient."""
     policy.optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
     return policy
 
@@ -67,7 +67,7 @@ def roll_out(
     rollout_batch_size=512,
     **options,
 ):
-    """Samples of `group_size` responses to each prompt, sampled in this process."""
+    """Sample `group_size` responses to each prompt in this process."""
     samples = samples_of(prompts, group_size)
     rollout_hf(
         model,
@@ -83,7 +83,7 @@ def roll_out(
 
 
 def set_rewards(samples, rewards_P_G):
-    """Results and advantages as the trainer would set them; NaN: no verdict."""
+    """Set results and advantages as the trainer would. NaN means no verdict."""
     advantages = compute_advantages(rewards_P_G).flatten().tolist()
     for sample, reward, advantage in zip(samples, rewards_P_G.flatten().tolist(), advantages):
         known = not math.isnan(reward)
@@ -97,7 +97,7 @@ def set_rewards(samples, rewards_P_G):
 
 
 def a_step(model, seed=0, length=10):
-    """A step of 4 prompts x 4 samples with random rewards, one of them without verdict."""
+    """Return a step of 4 prompts x 4 samples with random rewards, one of them without a verdict."""
     rewards = torch.randint(-1, 2, (4, 4), generator=torch.Generator().manual_seed(seed)).float()
     rewards[0, 1] = math.nan
     return set_rewards(roll_out(model, PROMPTS, group_size=4, length=length), rewards)
@@ -110,7 +110,7 @@ def write_model(folder: Path, model, tokenizer) -> str:
 
 
 def read_again(policy, folder: Path):
-    """The model that a server makes of the policy's weights."""
+    """Return the model that a server would make from the policy's weights."""
     weights = {name: weight.clone() for name, weight in policy.weights()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     policy.model.config.save_pretrained(folder)
