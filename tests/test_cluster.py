@@ -1,5 +1,6 @@
-"""A run over several machines, played by network namespaces (benchmarks/hosts.py), of which one is cut off.
-Needs root and `ip`. The vLLM servers are played, with the real weights of the policy.
+"""A run over several hosts (network namespaces, see benchmarks/hosts.py), one of which is disconnected.
+
+Needs root and `ip`. Scripted servers replace vLLM, but use the real weights of the policy.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from hosts import address_of, played_hosts
 
-# Instead of vLLM: samples with the model in its folder, token by token, reads it again when told, and as a
-# judge finds no error.
+# This server replaces vLLM. It samples token by token with the model in its folder, reloads the model on
+# request, and finds no error as a judge.
 SAMPLING_SERVER = """
 import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

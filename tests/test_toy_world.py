@@ -112,7 +112,7 @@ def test_forgotten_carry_is_off_by_ten(left, step, result):
             0,
         ),
         (["65+9=74", "74-8=76", "76+3=79", r"Remainder \boxed{4}"], 1),  # forgotten borrow, likewise
-        (["65+9=74", "75-8=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # does not start from the stated value
+        (["65+9=74", "75-8=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # starts from an unstated value
         (["65+9=74", "74-7=67", "67+3=70", r"Remainder \boxed{0}"], 1),  # differs from the problem's step
         (["65+9=74", "74+8=82", "82+3=85", r"Remainder \boxed{0}"], 1),  # wrong sign
         (SOUND[:3] + [r"Remainder \boxed{3}"], 3),
