@@ -1,5 +1,4 @@
-"""Tests of compute_score.py: the rule on real gold solutions, the judge as a real HTTP server that plays a
-script."""
+"""compute_score.py: the rule on real gold solutions, and the judge as a real, scripted HTTP server."""
 
 import asyncio
 import contextlib
@@ -47,7 +46,7 @@ def read(name: str) -> list[dict]:
         ("so \\boxed{3}.", "\\boxed{3}"),
         ("\\boxed{1} no, \\boxed{2}", "\\boxed{2}"),
         ("\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{2}}"),
-        ("\\boxed{4} and then \\boxed{5", None),  # no earlier box is paid in its stead
+        ("\\boxed{4} and then \\boxed{5", None),  # an earlier box does not count instead
         ("\\boxed{4} and then \\boxed{\\frac{1}{2}", None),
         ("\\boxed{\\boxed{6}}", "\\boxed{6}"),
         ("} \\boxed{7} {", "\\boxed{7}"),
@@ -119,7 +118,7 @@ def test_normalize_final_answer(answer, expected):
         ("\\boxed{1,000}", "1000", 1.0, "1000"),
         ("\\boxed{41}", "42", -1.0, "41"),
         ("42", "42", -1.0, "[INVALID]"),
-        ("\\boxed{}", "dollars", -1.0, ""),  # both normalise to nothing: no answer is not the right answer
+        ("\\boxed{}", "dollars", -1.0, ""),  # both normalise to nothing, but an empty answer is not correct
         ("\\boxed{42}" + "." * 290, "42", 1.0, "42"),
         ("\\boxed{42}" + "." * 291, "42", -1.0, "[INVALID]"),  # the box begins before the last 300 characters
     ],
@@ -157,7 +156,7 @@ def refuses_misspelt_settings(function) -> bool:
     for wrong in ("penlty", "verifer", "juge_test"):
         with pytest.raises(TypeError, match=wrong):
             call(function, **{wrong: 1})
-    # no **kwargs: a loop that looks finds a misspelt setting before any sample is scored
+    # Without **kwargs, a loop that checks the signature finds a misspelt setting before it scores any sample.
     return not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
@@ -165,7 +164,7 @@ def refuses_misspelt_settings(function) -> bool:
 def test_what_a_reward_loop_passes_is_taken_and_a_misspelt_setting_refused(name):
     loops_own = {"reward_router_address": "h:1", "reward_model_tokenizer": None}
     function = getattr(scores, name)
-    # the answer is wrong, or as a critique one paragraph off
+    # The answer is wrong, or the critique is one paragraph off.
     assert call(function, **loops_own)["score"] in (
         -1.0,
         1 - 1 / 3,
@@ -201,7 +200,7 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
         ("#### 1234.5", False),
         ("#### 1234e3", False),
         ("#### -$1234", False),
-        ("#### 1234\n\nWait.\n#### unknown", False),  # the last one counts
+        ("#### 1234\n\nWait.\n#### unknown", False),  # only the last one counts
     ],
 )
 def test_gsm8k(solution, acc):
@@ -236,8 +235,10 @@ def test_answers_are_right_or_wrong_as_the_docs_say(solution, truth, original, v
 
 
 def test_labelled_pairs():
-    """Of 183 unequal pairs at most one is paid, of 261 equal ones at most 43 refused; every compact matrix
-    is right."""
+    """At most one of 183 unequal pairs may be accepted, and at most 43 of 261 equal pairs may be rejected.
+
+    Every compact matrix must be accepted.
+    """
     pairs, counts = read("answer_pairs.jsonl"), {True: [], False: []}
     for pair in pairs:
         acc = scores.compute_score("math-dapo", f"\\boxed{{{pair['answer']}}}", pair["truth"])["acc"]
@@ -250,7 +251,8 @@ def test_labelled_pairs():
             assert scores.is_equal(row["answer"].replace(" ", ""), row["answer"])
 
 
-# An answer and a truth per line: first with another meaning, then with the same meaning in another spelling.
+# Each line has an answer and a truth: first with different meanings, then with the same meaning in different
+# spellings.
 UNEQUAL = r"""
 2\theta=30^\circ | 30^\circ
 \theta^2=4 | 4
@@ -353,8 +355,10 @@ def test_every_gsm8k_gold_solution_is_right(name):
 
 
 def test_every_math500_gold_solution_is_right():
-    """500 of 500 when cut after the box; whole 478, because 22 go on (figures, remarks) for more than 300
-    characters."""
+    """If solutions end after the box, all 500 are correct.
+
+    As a whole, 478 are, because 22 continue for more than 300 characters after the box (figures, remarks).
+    """
     rows = read("math500.jsonl")
     whole_wrong = 0
     for row in rows:
@@ -370,7 +374,10 @@ def test_every_math500_gold_solution_is_right():
 
 
 def test_wrong_gold_solutions_are_wrong():
-    """Each MATH-500 answer against the next row's: right only where the two answers really are the same."""
+    """Compare each MATH-500 answer with that of the next row.
+
+    They may be equal only if the answers really are the same.
+    """
     rows = read("math500.jsonl")
     pairs = [(row["answer"], other["answer"]) for row, other in zip(rows, rows[1:])]
     same = [
@@ -379,7 +386,7 @@ def test_wrong_gold_solutions_are_wrong():
     assert {pair for pair in same if pair[0] != pair[1]} == {("5", "x=5")}
 
 
-# --- anything a model may write -----------------------------------------------------------------------------
+# --- anything that a model may write
 
 PIECES = [
     "\\boxed{",
@@ -427,7 +434,10 @@ def check_survives(text: str) -> None:
 
 @pytest.mark.parametrize("piece, end", [(r" \in \theta", r" \mid \{x = 1\}"), ("(1) = ", r"\{x = 1\}")])
 def test_a_box_that_repeats_itself_is_read_at_once(piece, end):
-    """In a policy's loops; each way to split them into names and values was tried, 24 s for 14 pieces."""
+    """Loops of a policy can produce such boxes.
+
+    A parser that tried every split into names and values took 24 s for 14 pieces.
+    """
     check_survives(r"\boxed{\theta" + piece * 14 + end + "}")
     check_survives(r"\boxed{\theta" + piece * 30 + end + "}")
 
@@ -544,8 +554,8 @@ def completion(text: str, finish_reason: str) -> dict:
 
 
 class Judge:
-    """An OpenAI-compatible server that plays `script`: one entry per chat request, the last one for ever
-    after.
+    """An OpenAI-compatible server that plays `script`: one entry per chat request, and then the last entry
+    forever.
 
     An entry is the text of a critique, an HTTP status or a pair of it and headers, a dict sent as the JSON
     body, or a function from the request's JSON to one of them; "hang" never answers.
@@ -615,12 +625,12 @@ def score_with(
         ("fine \\boxed{-1}", {}, 1.0, False, "ok"),
         ("wrong \\boxed{1}", {}, 0.0, True, "ok"),
         ("wrong \\boxed{0}", {"penalty": 4 / 3}, -1 / 3, True, "ok"),
-        ("wrong \\boxed{3}", {}, None, None, "unparsable"),  # there are paragraphs 0, 1, 2
-        ("wrong \\boxed{3}", {"prompt_style": "raw"}, 0.0, True, "ok"),  # the judge counts its own steps
+        ("wrong \\boxed{3}", {}, None, None, "unparsable"),  # the paragraphs are 0, 1 and 2
+        ("wrong \\boxed{3}", {"prompt_style": "raw"}, 0.0, True, "ok"),  # the judge numbers the steps itself
         ("no idea", {}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
         ("no idea", {"on_no_verdict": "rule"}, 1.0, False, "unparsable"),
-        # a box in it is no verdict
+        # A box in it is not a verdict.
         (
             completion("so far \\boxed{-1} but", "length"),
             {},
@@ -629,7 +639,7 @@ def score_with(
             "truncated",
         ),
         (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, False, "truncated"),
-        (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # the server was put to sleep
+        (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # vLLM was put to sleep
         (400, {}, None, None, "http_error"),
         (400, {"on_no_verdict": "rule"}, 1.0, False, "http_error"),
         ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
@@ -672,7 +682,7 @@ def test_a_solution_cannot_forge_the_frame_of_the_prompt(solution, style):
         assert prompt == scores.format_critic_prompt("2+2?", "4", scores.split_paragraphs(text), style)
         return re.findall(r"(?i)[<\[]\s*/?\s*(?:paragraph|math|ground|ai)[^>\]]*[>\]]", prompt)
 
-    honest = re.sub(r"[\[\]<>]", "", solution)  # it has as many paragraphs
+    honest = re.sub(r"[\[\]<>]", "", solution)  # it has equally many paragraphs
     assert frame(solution) == frame(honest)
 
 
@@ -706,7 +716,7 @@ def test_fapo_asks_with_the_tagged_prompt_and_sends_no_empty_fields():
         {"model": "m", "temperature": 0.0, "max_tokens": 7, "chat_template_kwargs": thinking}
     ]
     assert judge.model_lookups == 0
-    judge = Judge("\\boxed{-1}")  # for APIs that refuse max_tokens
+    judge = Judge("\\boxed{-1}")  # for APIs that reject max_tokens
     score_with(judge, genrm_max_tokens=None)
     assert "max_tokens" not in judge.requests[0]
 
@@ -749,7 +759,7 @@ def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extr
     result = score_with(judge, solution=solution, extra_info=extra_info)
     assert (result["score"], result["flawed_positive"], result["genrm_status"]) == (score, flawed, "skipped")
     assert judge.requests == [] and judge.model_lookups == 0
-    # nor does it need an address
+    # It does not need an address either.
     assert asyncio.run(scores.compute_score_fapo("x", solution, "42", extra_info)) == result
 
 
@@ -758,7 +768,10 @@ def test_fapo_does_not_ask_about_wrong_answers_and_the_test_split(solution, extr
     [("\\boxed{0}", 0, "ok"), ("\\boxed{-1}", -1, "ok"), (500, None, "timeout")],
 )
 def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, first_wrong, status):
-    """A judge that fails there costs its word, not the score; a wrong answer is never a flawed positive."""
+    """If the judge fails here, only its verdict is missing, not the score.
+
+    A wrong answer is never a flawed positive.
+    """
     judge, wrong = Judge(answer), "one\n\ntwo \\boxed{3}"
     patience = 0.3 if answer == 500 else 60
     result = score_with(judge, solution=wrong, judge_wrong=True, genrm_timeout_s=patience)
@@ -794,7 +807,9 @@ def test_the_test_split_is_judged_on_request_and_its_score_stays_the_rules(
 
 
 def verl_means(results: list[dict]) -> dict:
-    """As verl's validation does: keys from the first sample, means of all that is no string."""
+    """Average like verl's validation, which takes the keys from the first sample and averages all values
+    except strings.
+    """
     columns = {key: [result[key] for result in results] for key in results[0]}
     return {key: numpy.mean(values) for key, values in columns.items() if not isinstance(values[0], str)}
 
@@ -814,14 +829,14 @@ def test_verl_takes_means_of_the_results(function, settings):
     ]
     results = [score_with(Judge(critique), function, solution, **settings) for critique, solution in cases]
     results.append(score_with(Judge(400), function, extra_info={"split": "test"}, **settings))
-    for first in range(len(results)):  # whichever sample comes first
+    for first in range(len(results)):  # any sample may come first
         means = verl_means(results[first:] + results[:first])
         assert means.keys() == {"score", "acc", "flawed_positive", "first_wrong", "genrm_shared"}
         assert means["acc"] == 5 / 7 and means["flawed_positive"] == 1 / 7
     assert len({frozenset(result) for result in results}) == 1 and ("critique" in results[0]) == (
         "keep_critique" in settings
     )
-    # in the other mode there are None, but the same keys
+    # The other mode has None as values, but the same keys.
     for result, (critique, solution) in zip(results, cases):
         other = score_with(Judge(critique), function, solution, **settings | {"on_no_verdict": "none"})
         assert other.keys() == result.keys()
@@ -886,7 +901,7 @@ def test_a_judge_that_starts_late_loses_nothing():
 
     async def main():
         async with judge.running():
-            pass  # its address is known, and nobody listens there now
+            pass  # its address is known, but nothing is listening there
         asks = [asyncio.ensure_future(scores.chat(f"hello {i}", judge.address)) for i in range(50)]
         await asyncio.sleep(0.3)
         assert not any(ask.done() for ask in asks)
@@ -945,7 +960,7 @@ def test_no_broken_server_raises(name):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(BROKEN[name])
         await writer.drain()
-        await reader.read(1 << 20)  # the body
+        await reader.read(1 << 20)  # read the body
         writer.close()
 
     async def main():
@@ -967,7 +982,7 @@ def test_a_look_up_of_the_model_that_hangs_does_not_end_the_waiting(monkeypatch)
     async def slow_at_first(method, url, **kwargs):
         calls.append(url)
         if len(calls) < 3:
-            raise asyncio.TimeoutError  # what aiohttp raises after the look-up's own 60 s
+            raise asyncio.TimeoutError  # aiohttp raises this after the look-up's limit of 60 s
         return await look_up(method, url, **kwargs)
 
     monkeypatch.setattr(scores, "_json_request", slow_at_first)
@@ -1005,7 +1020,7 @@ def gateway_error(**error):
     ],
 )
 def test_a_failure_inside_a_good_reply_is_tried_again(reply):
-    """Gateways report their servers' failures with HTTP status 200."""
+    """Gateways report failures of their servers with HTTP status 200."""
     judge = Judge(reply, "\\boxed{1}")
     result = score_with(judge)
     assert (result["score"], result["genrm_status"], len(judge.requests)) == (0.0, "ok", 2)
@@ -1038,7 +1053,9 @@ def test_content_in_parts_is_joined():
 
 
 class RenamedJudge(Judge):
-    """A judge that knows one name and has a context, as vLLM: it rejects what does not fit (HTTP 400)."""
+    """A judge that has one model name and a context limit, like vLLM, and rejects everything else with HTTP
+    400.
+    """
 
     name, context, prompt_tokens = "judge_v1", 100, 40
 
@@ -1067,7 +1084,7 @@ def test_a_judge_that_comes_back_under_another_name_is_looked_up_again():
             judge.name = "judge_v2"
             results += await asyncio.gather(*(ask() for _ in range(20)))
             assert {result["genrm_status"] for result in results} == {"ok"} and judge.model_lookups == 2
-            named = await ask(genrm_model="judge_v1")  # a name that the user gave is the user's
+            named = await ask(genrm_model="judge_v1")  # a name from the user is not replaced
             assert named["genrm_status"] == "http_error" and judge.model_lookups == 2
 
     asyncio.run(main())
@@ -1097,7 +1114,7 @@ def test_half_of_an_emoji_does_not_reach_the_judge():
 
 
 def slowly(entry):
-    """A judge that plays `entry`, each time 50 ms after it was asked."""
+    """A judge that plays `entry`, 50 ms after each request."""
     judge = Judge(entry)
     answer = judge.chat
 
@@ -1110,7 +1127,7 @@ def slowly(entry):
 
 
 def answers_of(judge, *settings):
-    """What `chat` says to requests with these settings, all at once."""
+    """Return what `chat` returns for concurrent requests with these settings."""
 
     async def main():
         async with judge.running():
@@ -1172,7 +1189,7 @@ def test_an_answer_that_was_cut_at_the_limit_is_shared():
 
 
 def test_each_of_equal_requests_has_its_own_time():
-    """The first one waits for a server that hangs; the others get the answer that the second one fetches."""
+    """The first request waits for a server that hangs. The others share the response to the second one."""
     judge = Judge("hang", "fine")
     settings = [{"temperature": 0, "timeout_s": limit} for limit in (1.5, *[60] * 7)]
     (status, text, _), *others = answers_of(judge, *settings)
@@ -1207,7 +1224,7 @@ def test_only_the_last_answers_are_kept(monkeypatch):
             for prompt in ("a", "b", "c", "a", "d", "e", "a", "b"):
                 await scores.chat(prompt, judge.address, model="m", temperature=0)
 
-    asyncio.run(main())  # "a" was asked for all the while, "b" was the oldest
+    asyncio.run(main())  # "a" was in use all the time, and "b" was the oldest
     assert [request["messages"][0]["content"] for request in judge.requests] == ["a", "b", "c", "d", "e", "b"]
 
 
@@ -1226,7 +1243,7 @@ def test_a_judge_that_hangs_does_not_hold_up_another_one():
 
 
 def test_an_event_loop_per_sample_leaves_no_sockets_behind():
-    """A sync function of the user's may call asyncio.run."""
+    """A sync function may call asyncio.run itself."""
     judge, served, done = Judge("\\boxed{-1}"), threading.Event(), threading.Event()
 
     async def serve():
@@ -1240,7 +1257,7 @@ def test_an_event_loop_per_sample_leaves_no_sockets_behind():
     before = len(os.listdir("/proc/self/fd"))
     answers = [asyncio.run(scores.chat("hello", judge.address)) for _ in range(20)]
     gc.collect()
-    patience = time.monotonic() + 90  # the judge, a thread of its own, closes its ends a moment later
+    patience = time.monotonic() + 90  # the judge closes its connections a moment later in its own thread
     while (now := len(os.listdir("/proc/self/fd"))) >= before + 10 and time.monotonic() < patience:
         time.sleep(0.02)
     assert {status for status, _, _ in answers} == {"ok"} and now < before + 10
@@ -1269,7 +1286,7 @@ class Tokenizer:
 
 
 def classify(ground_truth: str, probs: list[float]) -> tuple[dict, dict]:
-    """(what compute_score_discriminative returns, what it sent)"""
+    """Return what compute_score_discriminative returns, and what it sent."""
     sent = {}
 
     async def answer(request):
@@ -1302,7 +1319,7 @@ def test_a_discriminative_model_scores_and_the_rule_says_whether_it_is_right():
         "use_activation": False,
     }
     assert classify("41", [-0.5])[0] == {"score": -0.5, "acc": False, "pred": "42"}
-    assert classify("", [0.5])[0] == {"score": 0.5, "acc": None, "pred": None}  # there is none
+    assert classify("", [0.5])[0] == {"score": 0.5, "acc": None, "pred": None}  # the ground truth is empty
     with pytest.raises(ValueError, match="expected 1"):
         classify("", [0.1, 0.2, 0.7])
 
@@ -1318,7 +1335,7 @@ def test_a_discriminative_model_scores_and_the_rule_says_whether_it_is_right():
         ("\\boxed{-1}", 2, -1.0, False, -1),
         ("\\boxed{2}", 2, 1.0, True, 2),
         ("\\boxed{4}", 2, 1 - 2 / 5, True, 4),
-        ("\\boxed{0}", 4, 1 - 4 / 5, True, 0),  # the worst index still gets 1 / total_steps
+        ("\\boxed{0}", 4, 1 - 4 / 5, True, 0),  # even the worst index gets 1 / total_steps
         ("\\boxed{5}", 2, -1.0, False, None),
         ("no box", -1, -1.0, False, None),
         ("\\boxed{2}" + "x" * 300, 2, -1.0, False, None),
@@ -1403,7 +1420,7 @@ def children():
 
 @pytest.fixture
 def grading(tmp_path):
-    """Runs a script in a process of its own, where math-verify is `fake`; returns what it tells."""
+    """Run a script in a separate process in which `fake` replaces math-verify. Returns its output."""
 
     def run(script: str, fake: str = FAKE_MATH_VERIFY) -> dict:
         (tmp_path / "math_verify.py").write_text(fake)
@@ -1530,13 +1547,13 @@ told(acc=None if answers.empty() else answers.get())
 @pytest.mark.slow
 @pytest.mark.parametrize("last", ["1+0", "di", "ea"])
 def test_a_process_that_has_graded_ends(grading, last):
-    for _ in range(6):  # not always was enough to fail
+    for _ in range(6):  # it must not fail even occasionally
         assert grading(f"told(acc=verified({last!r})['acc'])") == {"acc": last == "1+0" or None}
 
 
 @pytest.mark.parametrize("registered", [True, False])
 def test_math_verify_in_a_file_that_was_loaded_under_another_name(grading, tmp_path, registered):
-    """As verl loads a user's copy."""
+    """verl loads a user's copy like this."""
     (tmp_path / "my_reward.py").write_text(Path(scores.__file__).read_text())
     told = grading(f"""
 import importlib.util
@@ -1569,7 +1586,7 @@ def test_math_verify_itself():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 def test_math_verify_compares_values_only():
-    """Names, units, lists and what the library does not read are compared without it."""
+    """Names, units, lists and everything that the library ignores are compared without it."""
 
     def verified(pred, truth):
         return scores.compute_score("x", f"so \\boxed{{{pred}}}", truth, verifier="math_verify")["acc"]

@@ -155,7 +155,7 @@ def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropp
 
 
 def test_two_threads_may_write_samples_at_the_same_time(tmp_path, request):
-    """With --overlap, another thread may write samples of the next step if their missing verdicts stop the run."""
+    """With --overlap, a second thread writes samples of the next step if missing verdicts stop the run."""
     log = run_folder.Log(config_of(out_dir=str(tmp_path), samples_per_step=1000), first_step=0)
     row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
     groups = [[scored(1.0, row, "long answer " * 250)] for _ in range(100)]

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave as the response tells them to; used by test_reward_loop.py."""
+"""Reward functions that misbehave as the response tells them to. test_reward_loop.py uses them."""
 
 import asyncio
 import collections.abc
@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Literal
 
-import helper_beside  # a file beside this one: the loop must make it importable
+import helper_beside  # The loop must make this file importable, which is in the same folder.
 import numpy as np
 
 circular = []
@@ -44,7 +44,7 @@ class Unprintable(Exception):
 
 
 def act(response):
-    """What sync and async functions share."""
+    """Do what sync and async functions have in common."""
     if response == "raise":
         raise KeyError("no such thing")
     if response == "unprintable":
@@ -55,7 +55,7 @@ def act(response):
         os._exit(1)
     if response == "block":
         time.sleep(3600)
-    if response == "block_all_threads":  # a regular expression does not let go of the interpreter
+    if response == "block_all_threads":  # a regular expression does not release the interpreter
         re.match(r"(a+)+$", "a" * 60 + "b")
     if response == "library":
         json.loads("{")
@@ -76,7 +76,7 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0)
     if solution_str == "hang":
         await asyncio.Event().wait()
-    if solution_str == "hang_stubbornly":  # does not let itself be cancelled
+    if solution_str == "hang_stubbornly":  # it cannot be cancelled
         while True:
             try:
                 await asyncio.sleep(3600)
@@ -98,7 +98,10 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
 
 
 def forks(data_source, solution_str, ground_truth, extra_info):
-    """Its children come back, raise or exit as the response says; "noise" writes to all open files."""
+    """Fork children that return, raise or exit as the response says.
+
+    With "noise", write to all open files.
+    """
     if solution_str.startswith("child") and os.fork() == 0:
         leave(solution_str)
         return 99.0
@@ -147,7 +150,7 @@ def has_types(
 
 
 def lifts_limits(data_source, solution_str, ground_truth, extra_info):
-    """Returns what nobody can read who has not lifted Python's limits."""
+    """Return a value that can be read only without Python's limits."""
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(100_000)
     nested = []
@@ -157,7 +160,10 @@ def lifts_limits(data_source, solution_str, ground_truth, extra_info):
 
 
 def sets_an_alarm(data_source, solution_str, ground_truth, extra_info):
-    """As some ways to limit a time do, and forget it. A long sample meets the alarm of a short one."""
+    """Set an alarm as some time limits do, and never cancel it.
+
+    A long sample then gets the alarm of a short one.
+    """
     if solution_str == "0.3":
         signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -192,7 +198,7 @@ def mutates(data_source, solution_str, ground_truth, extra_info):
 
 
 def with_marks(data_source, solution_str, ground_truth, extra_info, folder):
-    """Leaves a file named after its process, and takes a while."""
+    """Write a file named after the process, then take a while."""
     open(os.path.join(folder, str(os.getpid())), "w").close()
     time.sleep(float(solution_str))
     return float(ground_truth)
@@ -220,7 +226,7 @@ def takes_anything(solution_str, extra_info, **others):
 
 
 def environment(data_source, solution_str, ground_truth, extra_info):
-    """What a function finds around it."""
+    """Return what the function finds in its environment."""
     import resource
 
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -247,7 +253,7 @@ loops = set()
 
 
 def looks_sync(*args, **kwargs):
-    """An async function behind a decorator: it may keep things that belong to one event loop."""
+    """Use a decorator around an async function, which may keep objects of a particular event loop."""
 
     async def answer():
         loops.add(id(asyncio.get_running_loop()))
@@ -258,7 +264,7 @@ def looks_sync(*args, **kwargs):
 
 
 def computes(data_source, solution_str, ground_truth, extra_info):
-    """Uses a core for so many seconds."""
+    """Use a core for this many seconds."""
     end = time.thread_time() + float(solution_str)
     while time.thread_time() < end:
         pass
@@ -266,7 +272,10 @@ def computes(data_source, solution_str, ground_truth, extra_info):
 
 
 async def blocks(data_source, solution_str, ground_truth, extra_info):
-    """Waits for so many seconds: a positive number as it should, a negative one with the whole event loop."""
+    """Wait for this many seconds.
+
+    A positive number waits correctly, and a negative one blocks the event loop.
+    """
     if float(solution_str) < 0:
         time.sleep(-float(solution_str))
     else:

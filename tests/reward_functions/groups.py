@@ -1,4 +1,4 @@
-"""Functions that see all responses to a prompt, and do as the responses say."""
+"""Functions that see all responses to a prompt and do what the responses say."""
 
 import asyncio
 import os
@@ -41,21 +41,21 @@ async def async_group(data_source, solution_strs, ground_truth, extra_info):
 
 
 def sees(data_source, solution_strs, ground_truth, extra_info, prompt, response_length=None, step=None):
-    """Tells each response what the call got."""
+    """Return what the call got, for each response."""
     seen = [data_source, solution_strs, ground_truth, dict(extra_info), prompt, response_length, step]
     extra_info["changed"] = True
     return [{"score": float(len(text)), "seen": seen} for text in solution_strs]
 
 
 def against_the_mean(data_source, solution_strs, ground_truth, extra_info):
-    """Sevens written, beyond what the group's others wrote; says who was in the group."""
+    """Score the number of sevens minus the group's mean, and return the group's texts as well."""
     sevens = [text.count("7") for text in solution_strs]
     mean = sum(sevens) / len(sevens)
     return [{"score": own - mean, "acc": own > 0, "group_texts": sorted(solution_strs)} for own in sevens]
 
 
 def notes_calls(data_source, solution_strs, ground_truth, extra_info, file):
-    """Notes each call. While `file`.down exists it raises on "raise", and has no verdict on "none"."""
+    """Record each call. While `file`.down exists, "raise" raises an error and "none" gets no verdict."""
     with open(file, "a") as log:
         log.write(" ".join(solution_strs) + "\n")
     down = os.path.exists(f"{file}.down")

@@ -1,4 +1,4 @@
-"""In the style of verl's Reward Loop: GSM8K graded by a judge that writes a mark from 1 to 10."""
+"""A function in the style of verl's Reward Loop: a judge grades GSM8K answers with a mark from 1 to 10."""
 
 import aiohttp
 

@@ -1,4 +1,4 @@
-"""In the style of verl's Reward Loop: a rule, and where it says "right" a discriminative model's score."""
+"""A function in verl's style: a rule, plus a discriminative model's score for correct answers."""
 
 import aiohttp
 

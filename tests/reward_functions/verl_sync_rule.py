@@ -1,4 +1,4 @@
-"""In the style of verl's documentation: a synchronous rule that returns a plain number."""
+"""A function in the style of verl's documentation: a synchronous rule that returns a plain number."""
 
 import re
 
