@@ -130,8 +130,7 @@ def run_recipe(name, *arguments, folder, **env):
 
 
 def test_the_judge_and_a_classifier_together():
-    """The score is FAPO's with the judge, plus half the classifier's probability that the solution is sound.
-    """
+    """The score is FAPO's with the judge, plus half the classifier's probability of a sound solution."""
     sys.path.append(str(ROOT / "recipes"))
     import toy_disrm_reward
 

@@ -159,8 +159,7 @@ def test_vppo_rewards_no_prefix_of_a_right_answer():
 
 @pytest.mark.parametrize("prompt_length, rewarded", [(1, 5), (3, 3), (5, 3), (7, 1)])
 def test_the_unrewarded_part_of_a_prefix_is_rounded(prompt_length, rewarded):
-    """Half of 1, 3, 5 and 7 prompt tokens is 0, 2, 2 and 4 of the prefix's 5 tokens (rounded half to even).
-    """
+    """Half of 1, 3, 5 and 7 prompt tokens is rounded to 0, 2, 2 and 4 of the prefix's 5 tokens."""
     group = []
     for info in (RIGHT, WRONG | {"first_wrong": 1}):
         group.append(sample_of(info, "abc\n\nd", prompt_length))

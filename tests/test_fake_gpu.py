@@ -40,8 +40,7 @@ def numel():
 
 
 def test_types_and_devices(found):
-    """Weights, gradients and moments are float32 on the GPU, frozen weights are bf16, and servers get bf16.
-    """
+    """Weights, gradients and moments are float32 on the GPU. Frozen weights and servers use bf16."""
     moments = ["exp_avg torch.float32 cuda", "exp_avg_sq torch.float32 cuda"]
     rest = ["gradients torch.float32 cuda", "sent torch.bfloat16 cuda", "step torch.float32 cuda"]
     on_gpu = [*moments, *rest, "weights torch.float32 cuda"]

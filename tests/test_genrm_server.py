@@ -1011,8 +1011,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, model, tokenizer):
-    """Yield the process and the URLs of the router and two generative servers, and a manager of a classifier.
-    """
+    """Yield the process and URLs of a router with two generative servers, and a classifier's manager."""
     import ray
     import torch
     from transformers import LlamaForSequenceClassification

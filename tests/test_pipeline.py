@@ -274,8 +274,7 @@ class ByRow(PlayedRewards):
 
 
 def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settings, tmp_path):
-    """Refills are drawn before the next step, and a resumed run continues with the prompt after its last one.
-    """
+    """Refills are drawn before the next step. A resumed run continues with the next prompt."""
     options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
     stopped = trainer_of(settings, tmp_path, total_steps=2, **options)
     Scene(stopped, rewards=ByRow()).run()

@@ -678,8 +678,7 @@ def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, 
 
 
 def test_a_short_rest_of_groups_is_dealt_out_evenly(model):
-    """Nine groups in mini-batches of at most four become three mini-batches of three, not four, four and one.
-    """
+    """Nine groups in mini-batches of at most four become three, three and three, not four, four and one."""
     samples = [Sample({}, [i]) for i in range(18)]
     batches = split_mini_batches(groups_of(samples, 2), mini_batch_size=4)
     assert [len(batch) for batch in batches] == [6, 6, 6] and [

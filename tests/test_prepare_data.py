@@ -1,5 +1,4 @@
-"""prepare_data.py on the real samples in tests/data, and on made-up rows of data sets that may not be copied.
-"""
+"""prepare_data.py on real samples in tests/data, and on made-up rows for data sets that may not be copied."""
 
 import csv
 import json

@@ -1,5 +1,4 @@
-"""The Reward Loop: every fault is real (processes are killed, nodes disappear, servers refuse connections).
-"""
+"""The Reward Loop: every fault is real (killed processes, lost nodes, refused connections)."""
 
 import asyncio
 import collections

@@ -784,8 +784,7 @@ async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch
 
 @in_a_loop
 async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
-    """A harmless request that went to three silent servers in turn still gets its response from the fourth.
-    """
+    """A harmless request that three silent servers received still gets its response from the fourth."""
     monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(hang)) for _ in range(3)]

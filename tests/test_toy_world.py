@@ -1,5 +1,4 @@
-"""toy/: problems, the oracle on hand-written texts, simulated solvers and critics, rows, tokenizer, report.
-"""
+"""toy/: problems, the oracle on hand-written texts, simulated solvers and critics, rows, report."""
 
 import asyncio
 import json
@@ -572,8 +571,7 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, tokenizer):
-    """Repeat the first thirty steps of a warm start: the weights are equal, and the loss is far below chance.
-    """
+    """Repeat the first thirty steps of a warm start: equal weights, and a loss far below chance."""
     phases = warm_start.phases
     monkeypatch.setattr(warm_start, "phases", lambda *of: [(*phases(*of)[0][:2], 30, *phases(*of)[0][3:])])
     weights = []
