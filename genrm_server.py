@@ -73,10 +73,11 @@ class Config:
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""
-        for name in ("num_servers", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
+        lowest = {"num_servers": 1, "tensor_parallel_size": 1, "queue_timeout": 0, "startup_timeout": 0}
+        for name, least in lowest.items():
+            if not getattr(self, name) >= least:
                 flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} {getattr(self, name)}: must be at least 1")
+                raise ValueError(f"--{flag} {getattr(self, name)}: must be at least {least}")
         path = Path(self.model).expanduser()
         is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
         if not (path / "config.json").exists() and (path.exists() or not is_on_hub):

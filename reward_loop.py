@@ -109,6 +109,7 @@ class RewardOptions:
     must_be_positive = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout",
                         "max_in_flight", "max_rpm")  # fmt: skip
     may_be_negative = ()
+    may_be_infinite = ("timeout",)  # limits that inf turns off
 
     def check_rewards(self, started: dict[str, str] | None = None) -> Job:
         """Check the options and return the Job that the workers need.
@@ -121,7 +122,11 @@ class RewardOptions:
         for name, value in vars(self).items():
             if name.startswith("genrm_") and not models and value not in (1, ""):
                 raise ValueError(f"{flag(name)} {value}: has no effect without --genrm; pass --genrm PATH")
-            if not isinstance(value, (int, float)) or name in self.may_be_negative:
+            if not isinstance(value, (int, float)):
+                continue
+            if not math.isfinite(value) and name not in self.may_be_infinite:
+                raise ValueError(f"{flag(name)} {value}: must be a finite number")
+            if name in self.may_be_negative:
                 continue
             if name in self.must_be_positive and not value > 0:
                 raise ValueError(f"{flag(name)} {value}: must be above 0")

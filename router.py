@@ -86,10 +86,10 @@ class Config:
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""
         for name in ("max_attempts", "unhealthy_after", "max_body_mib", "health_interval", "request_timeout"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} {getattr(self, name)}: must be above 0")
-        if self.queue_timeout < 0:
+                raise ValueError(f"--{flag} {getattr(self, name)}: must be above 0 and finite")
+        if not self.queue_timeout >= 0:
             raise ValueError(f"--queue-timeout {self.queue_timeout}: must be at least 0")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be between 0 and 65535")

@@ -168,7 +168,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Number of CPU threads that torch uses; 0: torch's default. 1 is fastest for tiny models.
     num_threads: int = 0
 
-    # Settings that must be above 0 (all other numbers may be 0), and those that may be negative.
+    # Settings that must be above 0 (all other numbers may be 0), that may be negative, or that inf turns off.
     must_be_positive = (
         *reward_loop.RewardOptions.must_be_positive,
         *("train_batch_size", "mini_batch_size", "max_response_length", "max_grad_norm", "temperature"),
@@ -176,6 +176,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         *("rollout_gpu_share", "policy_gpu_share", "policy_ranks", "val_n", "val_top_p"),
     )
     may_be_negative = ("entropy_coef", "seed")
+    may_be_infinite = (
+        *("timeout", "rollout_timeout", "max_grad_norm", "max_logprob_diff"),
+        *("clip_high", "clip_c", "tis_cap"),
+    )
 
     def check(self) -> None:
         """Raise ValueError for settings that would fail late or silently do harm."""

@@ -308,6 +308,8 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
         (dict(cpus="0,4099"), "--cpus 0,4099: CPU core 4099 is not available; choose from 0"),
         (dict(cpus="4099", flag_prefix="rollout-"), "--rollout-cpus 4099: CPU core 4099 is not available"),
         (dict(port=-1), "--port -1"),
+        (dict(queue_timeout=-1.0), "--queue-timeout -1.0: must be at least 0"),
+        (dict(startup_timeout=float("nan")), "--startup-timeout nan: must be at least 0"),
         (
             dict(device="cuda", num_servers=2),
             "--num-servers 2: not enough GPUs (visible: 7); pass a lower number",

@@ -1240,6 +1240,8 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--port", "70000"], "--port 70000"),
             (["--request-timeout", "0"], "--request-timeout"),
             (["--queue-timeout", "-1"], "--queue-timeout -1.0: must be at least 0"),  # it cannot be unlimited
+            (["--health-interval", "inf"], "--health-interval inf: must be above 0 and finite"),
+            (["--queue-timeout", "nan"], "--queue-timeout nan: must be at least 0"),
             (["--port", port], f"{port}): address already in use"),
         )
         started = [
