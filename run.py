@@ -108,7 +108,11 @@ class Run:
         file = Path(config.out_dir, "config.json")
         if not file.is_file() or not (config.kl_coef or config.lora_rank):
             return  # A checkpoint of full weights does not need --model.
-        before = json.loads(file.read_text()).get("model")
+        try:
+            before = json.loads(file.read_text()).get("model")
+        except ValueError as error:
+            raise ValueError(f"--out-dir {config.out_dir}: {file} is truncated ({error}); delete this file, "
+                             "and the run writes it again") from error  # fmt: skip
         if before != config.model:
             use = "--kl-coef now compares with"
             if config.lora_rank:
@@ -129,7 +133,11 @@ class Run:
         replace(config.policy_servers(), model=self.base_model).check()
         trust = config.trust_remote_code
         self.model_config = read_config(self.base_model, trust)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--model {self.base_model}: a file of the tokenizer is truncated ({error}); "
+                             "copy the tokenizer's files again") from error  # fmt: skip
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"--model {self.base_model}: the tokenizer has no chat template; pass an "

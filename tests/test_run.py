@@ -223,6 +223,26 @@ def test_a_cut_trainer_state_is_named_in_one_line(tmp_path, model, tokenizer, co
         prepared(tmp_path, model, tokenizer, resume="auto")
 
 
+@pytest.mark.parametrize("changes", [dict(kl_coef=0.1), dict(lora_rank=2)])
+def test_a_cut_configuration_of_the_run_is_named_in_one_line(tmp_path, model, tokenizer, changes):
+    write_checkpoint(tmp_path, model, tokenizer, **changes)
+    (tmp_path / "run/config.json").write_text('{"model": ')
+    message = rf"^--out-dir {tmp_path}/run: .*run/config.json is truncated \(.*\); delete this file, .*$"
+    with pytest.raises(ValueError, match=message):
+        prepared(tmp_path, model, tokenizer, resume="auto", **changes)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_cut_tokenizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    file = tmp_path / "model" / name
+    file.write_bytes(file.read_bytes()[:100])
+    message = rf"^--model {tmp_path}/model: a file of the tokenizer is truncated \(.*\); copy .* again$"
+    with pytest.raises(ValueError, match=message):
+        grpo_trainer.Run(run.config)
+
+
 def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path, model, tokenizer):
     """Otherwise, a run that ends in the meantime could have newer checkpoints than the one that was found."""
     other = prepared(tmp_path, model, tokenizer)
