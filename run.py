@@ -172,7 +172,8 @@ class Run:
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = self.model_config.get_text_config()
-        self.check_tokens(rows, getattr(shape, "vocab_size", None) or math.inf)
+        self.num_embeddings = getattr(shape, "vocab_size", None) or math.inf
+        self.check_tokens(rows, self.num_embeddings)
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond this length, these models encode every position differently. The log-probabilities of a
         # sample would then depend on the longest sample of its micro-batch.
@@ -207,6 +208,7 @@ class Run:
                 timeout=config.rollout_timeout,
                 template_options=options,
                 addresses=models,
+                num_embeddings=self.num_embeddings,
             )
         except ValueError as error:
             raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see docs/rollouts.md") from error

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import copy
 import inspect
+import math
 import pickle
 import queue
 import re
@@ -171,8 +172,10 @@ class Trajectory:
             raise ValueError(f"insert: who must be 'tool' or 'user'; got {who!r}")
         if not isinstance(text, str | None):
             raise ValueError(f"insert: text must be a str, or None to use the decoded ids; got {text!r:.60}")
-        if not all(isinstance(id, int) and 0 <= id < self._rollouts.num_tokens for id in ids):
-            raise ValueError("insert: ids must be a list of the tokenizer's token ids")
+        for id in ids:
+            if not isinstance(id, int) or not 0 <= id < self._rollouts.num_tokens:
+                raise ValueError(f"insert: {id!r:.60} is not a token of the tokenizer and the model; pass "
+                                 f"ints between 0 and {self._rollouts.num_tokens - 1}")  # fmt: skip
         if len(ids) > self.room:
             self._end()
         if text is None:
@@ -317,10 +320,11 @@ class Rollouts:
         timeout: The seconds that the function may take per sample, excluding waits for the policy.
         template_options: The keyword arguments in --chat-template-kwargs.
         addresses: The reward models that the function may call, {name: host:port}.
+        num_embeddings: The number of tokens in the model's embedding.
     """
 
     def __init__(self, function, tokenizer, *, settings=None, timeout=600.0, template_options=None,
-                 addresses=None):  # fmt: skip
+                 addresses=None, num_embeddings=math.inf):  # fmt: skip
         self.function = function
         self.settings = settings or {}
         self.timeout = timeout
@@ -334,7 +338,7 @@ class Rollouts:
         self.file = code.co_filename if code else ""
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.special = tokenizer.all_special_tokens
-        self.num_tokens = 1 + max(tokenizer.get_vocab().values())
+        self.num_tokens = min(1 + max(tokenizer.get_vocab().values()), num_embeddings)
         added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
         self.added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 
 import grpo_trainer
 import run_folder
-from policy import Policy
+from policy import Policy, Sample
 from run import load_rows
 from test_grpo_trainer import prepared, run_config
 from tiny import a_step, config_of, groups_of
@@ -365,6 +365,30 @@ def test_a_token_of_a_prompt_that_the_embedding_does_not_have_is_named(tmp_path,
     file.write_text(json.dumps(row | {"prompt": [{"role": "user", "content": "<|sum|>2+3?"}]}))
     with pytest.raises(ValueError, match=r"a prompt contains token \d+ \('<\|sum\|>'\), but the embedding"):
         prepared(tmp_path, model, larger, train_file=str(file))
+
+
+def test_a_token_of_a_tool_that_the_embedding_does_not_have_fails_its_own_sample(tmp_path, model, tokenizer):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["<|sum|>"], special_tokens=True)
+    beyond = larger.convert_tokens_to_ids("<|sum|>")
+    (tmp_path / "tool.py").write_text(
+        "async def inserts(trajectory):\n"
+        "    await trajectory.generate(max_tokens=2)\n"
+        f"    trajectory.insert([{beyond} - trajectory.number])\n"
+        "    await trajectory.generate(max_tokens=2)\n"
+    )
+    run = prepared(tmp_path, model, larger, rollout_fn=f"{tmp_path}/tool.py:inserts")
+    run.rollouts.start()
+    samples = [Sample(row, row["prompt_ids"]) for row in run.train_rows for _ in range(2)]
+    settings = dict(max_response_length=9, temperature=1.0, eos_ids=set(), seed=0, rollout_batch_size=8)
+    try:
+        run.rollouts.roll_out([samples], model=model, **settings)
+    finally:
+        run.rollouts.close()
+        run.lock.close()
+    assert [sample.failure for sample in samples] == ["error", ""]
+    error = samples[0].result["reward_extra_info"]["error"]
+    assert f"insert: {beyond} is not a token of the tokenizer and the model; pass ints" in error
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path, model, tokenizer, capsys):
