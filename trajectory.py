@@ -190,6 +190,10 @@ class Trajectory:
         sample.loss_mask += [who == "policy"] * len(ids)
 
     def _check_open(self):
+        # A thread could add tokens while the trajectory ends, or while a turn is being requested.
+        if threading.current_thread() is not self._rollouts.thread:
+            raise RuntimeError("generate, observe, reply and insert cannot be called in another thread; "
+                               "return the tool's result to the rollout function")  # fmt: skip
         if self._is_full:
             raise NoRoom
         if self._working_since is None:

@@ -489,6 +489,56 @@ def test_what_a_function_leaves_running_changes_nothing_that_is_scored(model, to
         assert info == {"seen": [7]} and [turn["text"] for turn in turns] == texts
 
 
+class UntilScored(list):
+    """Ids whose length is known only after the sample has been scored."""
+
+    def __init__(self, ids, scored):
+        super().__init__(ids)
+        self.scored = scored
+        self.asked = threading.Event()
+
+    def __len__(self):
+        self.asked.set()
+        self.scored.wait(10)
+        return super().__len__()
+
+
+def test_a_thread_that_a_function_leaves_running_adds_nothing_to_what_is_scored(model, tokenizer):
+    """Neither when the function has returned, nor at its time limit."""
+    scored, threads, told = threading.Event(), [], []
+
+    async def function(trajectory):
+        await trajectory.generate(max_tokens=2)
+        ids = UntilScored([20], scored)
+
+        def add():
+            try:
+                trajectory.insert(ids, text="7")
+            except RuntimeError as error:
+                told.append(str(error))
+            finally:
+                ids.asked.set()
+
+        threads.append(threading.Thread(target=add))
+        threads[-1].start()
+        ids.asked.wait(10)
+        if trajectory.number:
+            await asyncio.sleep(1000)
+
+    def finished(sample):
+        seen.append((sample, list(sample.response_ids)))
+        if len(seen) == 2:
+            scored.set()
+
+    seen = []
+    rolled_out(function, model, tokenizer, new_groups([[5]], 2), eos_ids=(), timeout=0.3, finished=finished)
+    for thread in threads:
+        thread.join(20)
+    assert [sample.failure for sample, _ in seen] == ["", "timeout"]
+    assert all(sample.response_ids == ids for sample, ids in seen)
+    assert len(told) == 2 and "cannot be called in another thread; return the tool's result" in told[0]
+
+
 UNSENDABLE = [threading.Lock(), lambda: 7, SimpleNamespace(inner=threading.Lock())]
 
 
