@@ -44,7 +44,8 @@ OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", 
 ADDRESSES = {"reward_router_address", "reward_router_addresses"}
 TICK_S = 0.1  # Timeouts are checked at this interval. A blocked event loop counts as at most two ticks.
 BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
-THREADS = 64  # asyncio.to_thread runs at most this many calls at the same time.
+# asyncio.to_thread runs at most this many calls at the same time. Waits of further calls count as tool time.
+THREADS = 64
 ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # Placeholders in a rendered template.
 
 
