@@ -396,10 +396,13 @@ def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
     settings = {"size": gym_tasks.SIZE, "seed": config.seed}
     try:
         settings |= dict(json.loads(text or "{}"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--tasks {spec}: {text} is not a JSON object ({error}); correct it") from error
+    try:
         splits = gym_tasks.make_rows(task, settings)
     except ImportError as error:
         raise OSError(f"--tasks {spec}: {error}; run pip install -r requirements-extra.txt") from error
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"--tasks {spec}: {error}") from error
     counts = {}
     for split, rows in splits.items():
@@ -422,9 +425,10 @@ def prepare(config: Config) -> dict[str, int]:
         if task not in generated and task not in get_args(Task):
             choices = ", ".join(get_args(Task))
             raise ValueError(f"--tasks {task}: unknown task; choose from {choices}, reasoning_gym:NAME")
-    if len(set(names)) < len(names):
-        raise ValueError("--tasks: a reasoning_gym task occurs twice; pass it once, or use a separate "
-                         "--out-dir for each run")  # fmt: skip
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--tasks reasoning_gym:{name}: occurs twice; pass it once, or use a separate "
+                             "--out-dir for each run")  # fmt: skip
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     counts = {}
