@@ -164,7 +164,12 @@ class Trajectory:
             end = self._rollouts.tokenizer.decode(last)
         before, inside, behind = self._rollouts.render(content, role)
         who = role if role == "user" else "tool"
-        self.insert(self._rollouts.encode(before.removeprefix(end), inside, behind), who, content)
+        if end and before.startswith(end):
+            before = before.removeprefix(end)
+            ids = self._rollouts.encode(before, inside, behind, context=end)
+        else:
+            ids = self._rollouts.encode(before, inside, behind)
+        self.insert(ids, who, content)
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
         """Add these token ids unchanged, as tokens that the policy did not write."""
@@ -406,8 +411,11 @@ class Rollouts:
                 print(f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
                       "`await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
 
-    def encode(self, before: str, inside: str, behind: str) -> list[int]:
-        """Encode the three parts as one text. Special and added tokens in `inside` become plain text."""
+    def encode(self, before: str, inside: str, behind: str, context: str = "\n") -> list[int]:
+        """Encode the three parts as one text that follows `context`, which is a token or a line break.
+
+        Special and added tokens in `inside` become plain text.
+        """
         text = before + inside + behind
         start, end = len(before), len(before) + len(inside)
         cuts = [0]
@@ -420,8 +428,17 @@ class Rollouts:
             match = self.added.search(text, after)
         ids = []
         for first, last in zip(cuts, [*cuts[1:], len(text)]):
-            ids += self.tokenizer.encode(text[first:last], add_special_tokens=False)
+            ids += self.encode_after(context, text[first:last])
+            context = "\n"  # The next part continues a text.
         return ids
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Encode a text that follows another one. Alone, Llama-2's tokenizer would put a space before it."""
+        start = self.tokenizer.encode(before, add_special_tokens=False)
+        ids = self.tokenizer.encode(before + text, add_special_tokens=False)
+        if ids[: len(start)] == start:
+            return ids[len(start) :]
+        return self.tokenizer.encode(text, add_special_tokens=False)  # A token contains parts of both texts.
 
     def render(self, content: str, role: str) -> tuple[str, str, str]:
         """Render a message that follows an assistant's. Returns the text before, in and after its content."""

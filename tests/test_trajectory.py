@@ -16,7 +16,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import AddedToken
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
 
 import compute_score
 import grpo_trainer
@@ -1047,6 +1056,57 @@ def test_markup_in_a_reply_stays_text(name):
     counts = [[sample.response_ids.count(id) for id in ids] for sample in (plain, harmed)]
     assert counts[0] == counts[1]
     assert evil in tokenizer.decode(harmed.response_ids)
+
+
+def with_spaces(kind):
+    """A tokenizer that puts a space before a text, in one of the ways in which Llama-2's are written."""
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "normalizer":
+        prepend = normalizers.Prepend("▁")
+        tokenizer.normalizer = normalizers.Sequence([prepend, normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=kind, split=False)
+    alphabet = [*"\n▁", *map(chr, range(33, 127))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["65+9=?74", "It is 7, they say 74"] * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (TEMPLATES / "mistral.jinja").read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["first", "always", "normalizer", "never"])
+@pytest.mark.parametrize("text", ["74", " 74", "\n74", "7</s>4"])
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_a_tools(kind, text):
+    tokenizer = with_spaces(kind)
+    end, texts = tokenizer.eos_token_id, []
+
+    async def function(trajectory):
+        async for _ in trajectory.calls("?"):
+            trajectory.observe(text)
+        texts.append(trajectory.text)
+
+    left = [tokenizer.encode("65+9=?"), [end]]
+    sample = with_servers(lambda *_: said(left.pop(0)), function, tokenizer, {end})
+    assert texts == ["65+9=?" + text] == [tokenizer.decode(sample.response_ids, skip_special_tokens=True)]
+    assert sample.response_ids.count(end) == 1 and sample.turns[1]["text"] == text
+
+
+@pytest.mark.parametrize("kind", ["first", "always", "normalizer", "never"])
+def test_a_reply_is_the_tail_of_the_whole_also_where_a_space_is_put_before_a_text(kind):
+    tokenizer = with_spaces(kind)
+    end = tokenizer.eos_token_id
+    answer = [*tokenizer.encode("65+9=74"), end]
+    sample = replied(tokenizer, [answer, [end]], "they say 7", "user")
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "65+9=74"},
+                {"role": "user", "content": "they say 7"}]  # fmt: skip
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    observed = sample.response_ids[len(answer) : -1]
+    assert whole[-len(observed) :] == observed
 
 
 def test_a_policy_that_did_not_end_its_message_has_it_ended():
