@@ -77,7 +77,7 @@ def train(config: Config) -> Path | None:
                 batch = next_batch(run, step, collect)
 
                 run.hold_interrupts()  # Ctrl-C now waits until the step is logged and saved.
-                run.log.samples(step, "train", batch.groups, run.eos_ids, run.decode)
+                run.log.samples(step, "train", batch.groups, run.decode)
                 lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
                 max_logprob_diff = config.max_logprob_diff * (1 + batch.staleness)
                 started = time.perf_counter()
@@ -167,7 +167,7 @@ def collect_batch(run: Run, batch: Batch, collect) -> Batch:
     if not groups:  # Then the update trains nothing, but still checks the sampler.
         groups = batch.groups[-1:]
     batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
-    batch.metrics = batch_metrics(batch, run.config, run.eos_ids)
+    batch.metrics = batch_metrics(batch, run.config)
     return batch
 
 
@@ -305,7 +305,7 @@ def check_verdicts(run: Run, batch: Batch, split: str) -> None:
     limit = run.config.max_no_verdict_rate
     rate = no_verdict_rate([sample.result for sample in samples])
     if rate > limit or all(sample.failure for sample in samples):
-        run.log.samples(batch.step, split, batch.groups, run.eos_ids, run.decode)  # for diagnosis
+        run.log.samples(batch.step, split, batch.groups, run.decode)  # for diagnosis
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
         what = "check the reward function and the reward model"
         if first.failure:
@@ -327,7 +327,7 @@ def evaluate(run: Run) -> None:
     metrics = validation_metrics(groups)
     if config.val_greedy:
         metrics |= validation_metrics(sample_validation(run, 0.0, 1), "greedy")
-    run.log.samples(step, "val", groups, run.eos_ids, run.decode)
+    run.log.samples(step, "val", groups, run.decode)
     run.log.metrics({"step": step} | metrics)  # Last, because a step with metrics counts as evaluated.
 
 

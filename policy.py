@@ -67,11 +67,11 @@ class Sample:
     verdict: Future | None = None  # The pending result while the sample is being scored.
     # Whether the policy wrote each response token, and so learns from it. If empty, it wrote all of them.
     loss_mask: list[bool] = field(default_factory=list)
-    # A rollout function (trajectory.py) sets the next five fields.
+    truncated: bool = False  # Whether the response ran out of tokens.
+    # A rollout function (trajectory.py) sets the next four fields.
     turns: list[dict] = field(default_factory=list)  # {"who": "policy", "text": "65+9=?", "tokens": 5}
     info: dict = field(default_factory=dict)  # Additional data for the reward function.
     failure: str = ""  # "error" or "timeout" if the rollout failed; such a sample gets no reward.
-    truncated: bool | None = None  # Whether the response ran out of tokens; None without a rollout function.
     tool_seconds: float = 0.0  # Seconds spent in the rollout function, excluding waits for the policy.
     # Policy.update fills in the next two fields, one log-probability per token, before the first update.
     old_logprobs: torch.Tensor | None = field(default=None, compare=False)
@@ -90,11 +90,6 @@ class Sample:
     def has_turns(self) -> bool:
         """Whether credit goes to turns. In a single turn, credit goes to paragraphs."""
         return len(self.turns) > 1
-
-    def is_truncated(self, eos_ids) -> bool:
-        if self.truncated is None:
-            return self.response_ids[-1] not in eos_ids
-        return self.truncated
 
 
 @dataclass

@@ -5,10 +5,10 @@
     rollout_vllm(servers, samples, ...)   one request per sample
     servers.sync()                        sends the new weights, after each update
 
-Both functions fill in `response_ids` and `rollout_logprobs` of the samples (policy.Sample). They report each
-sample as soon as its rollout ends, so its reward is computed while other rollouts continue. trajectory.py
-samples the turns of multi-turn rollouts with this file. This file needs policy.py, causal_lm.py and
-algorithm.py; vLLM servers also need genrm_server.py, router.py and cluster/weights.py. Not covered:
+Both functions fill in `response_ids`, `rollout_logprobs` and `truncated` of the samples (policy.Sample). They
+report each sample as soon as its rollout ends, so its reward is computed while other rollouts continue.
+trajectory.py samples the turns of multi-turn rollouts with this file. This file needs policy.py, causal_lm.py
+and algorithm.py; vLLM servers also need genrm_server.py, router.py and cluster/weights.py. Not covered:
 speculative decoding, new weights in the middle of a response. Tensor names end in their shapes: B sequences,
 vocabulary size V.
 """
@@ -116,6 +116,7 @@ def generate_batch(
                 sample.rollout_logprobs.append(logprob)
                 if ends or length == max_response_length or is_done(sample):
                     rows[row] = None
+                    sample.truncated = not ends
                     on_finished(sample)
             unfinished = [row for row, sample in enumerate(rows) if sample is not None]
             if not unfinished:
@@ -238,6 +239,7 @@ def rollout_vllm(
         choice = await request_completion(session, address, settings | {"prompt": sample.prompt_ids})
         sample.response_ids = choice.token_ids
         sample.rollout_logprobs = choice.logprobs.token_logprobs
+        sample.truncated = choice.token_ids[-1] not in eos_ids
         on_finished(sample)
 
     async def roll_out_all():

@@ -257,7 +257,7 @@ class Log:
             return 0.0
         return (self.config.total_steps - step) * sum(seconds) / len(seconds)
 
-    def samples(self, step: int, split: str, groups: list[list], eos_ids, decode) -> None:
+    def samples(self, step: int, split: str, groups: list[list], decode) -> None:
         """Write about `samples_per_step` samples of each data source to samples.jsonl.
 
         Training writes whole groups, whereas an evaluation writes only the first sample of each group.
@@ -275,7 +275,7 @@ class Log:
                 written[source] += len(group)
                 for sample in group:
                     place = {"step": step, "split": split, "group": number, "data_source": source}
-                    line = place | line_of(sample, eos_ids, decode)
+                    line = place | line_of(sample, decode)
                     self.recent.append(line)
                     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
@@ -310,7 +310,7 @@ def start_wandb(config, first_step: int):
     )
 
 
-def line_of(sample, eos_ids, decode) -> dict:
+def line_of(sample, decode) -> dict:
     """Return the line of a sample in samples.jsonl."""
     line = {
         "prompt": sample.row["prompt"][-1]["content"],
@@ -318,7 +318,7 @@ def line_of(sample, eos_ids, decode) -> dict:
         **sample.result,
         "advantage": sample.advantage,
         "response_length": len(sample.response_ids),
-        "clipped": sample.is_truncated(eos_ids),
+        "clipped": sample.truncated,
         "response": sample.text,
     }
     if sample.has_turns:
@@ -473,7 +473,7 @@ def averages(infos: list[dict]) -> dict:
     return {key: mean(found) for key, found in numbers.items()}
 
 
-def batch_metrics(batch, config, eos_ids) -> dict:
+def batch_metrics(batch, config) -> dict:
     """Compute the metrics of a training step from its samples. `batch` is a grpo_trainer.Batch."""
     samples = list(chain(*batch.groups))
     metrics = {"step": batch.step} | reward_metrics(samples) | batch.times
@@ -487,7 +487,7 @@ def batch_metrics(batch, config, eos_ids) -> dict:
         "reward/groups_with_spread": num_with_signal / len(batch.groups),
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths),
-        "response_length/clipped": mean(sample.is_truncated(eos_ids) for sample in samples),
+        "response_length/clipped": mean(sample.truncated for sample in samples),
         "perf/tokens": sum(lengths),
     }
     if config.dynamic_sampling:

@@ -294,8 +294,8 @@ def test_what_lasts_is_not_said_again(tmp_path, capsys):
         log.metrics({"step": step, "reward/mean": 0.0, "response_length/clipped": 1.0})
         result = {"reward_score": 0.0, "reward_extra_info": {"pred": preds.get(step)}, "status": "ok"}
         row = {"prompt": [{"content": "1+2?"}], "data_source": "a", "reward_model": {"ground_truth": "3"}}
-        group = [Sample(row, [1], [2], result=result, text="so")]
-        log.samples(step, "train", [group] if step in preds else [], {9}, None)
+        group = [Sample(row, [1], [2], result=result, text="so", truncated=True)]
+        log.samples(step, "train", [group] if step in preds else [], None)
         check_progress(log)
     assert re.findall("missing-end-token, step.*?:", capsys.readouterr().out) == [
         "missing-end-token, step 3:",

@@ -148,7 +148,7 @@ def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropp
     config = config_of(out_dir=str(tmp_path), samples_per_step=1)
     log = run_folder.Log(config, first_step=0)
     for step in range(1, 4):
-        log.samples(step, "train", [[scored(1.0, row)]], {1}, None)
+        log.samples(step, "train", [[scored(1.0, row)]], None)
     log.rewind(2)
     assert [line["step"] for line in log.recent] == [1, 2]
     assert [line["step"] for line in run_folder.Log(config, first_step=1).recent] == [1]
@@ -162,7 +162,7 @@ def test_two_threads_may_write_samples_at_the_same_time(tmp_path, request):
 
     def write(step):
         for _ in range(20):
-            log.samples(step, "train", groups, {1}, None)
+            log.samples(step, "train", groups, None)
 
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
@@ -187,9 +187,10 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     samples = [scored(1.0, row, f"line one\nanswer {i}", acc=True) for i, row in enumerate(rows)]
     for i, sample in enumerate(samples):
         sample.response_ids, sample.advantage = [5] * i + [1 if i else 5], None if i == 0 else i / 4
+        sample.truncated = i == 0
     groups = [samples[i : i + 2] for i in range(0, 8, 2)]
-    log.samples(4, "train", groups, {1}, None)
-    log.samples(4, "val", groups, {1}, None)
+    log.samples(4, "train", groups, None)
+    log.samples(4, "val", groups, None)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
     assert found[:6] == [  # three samples of "a" are requested, and a group has two: write two groups
@@ -269,7 +270,7 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     config = config_of(out_dir=str(tmp_path), samples_per_step=9)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
-    run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], {1}, None)
+    run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], None)
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
     assert (

@@ -96,7 +96,7 @@ def test_a_function_that_lets_the_policy_speak_once_samples_what_a_run_without_o
     assert [s.response_ids for s in own] == [s.response_ids for s in plain]
     assert [s.rollout_logprobs for s in own] == [s.rollout_logprobs for s in plain]
     assert all(s.loss_mask == [True] * len(s.response_ids) for s in own)
-    assert [s.is_truncated({1}) for s in own] == [s.is_truncated({1}) for s in plain]
+    assert [s.truncated for s in own] == [s.truncated for s in plain]
     assert not any(s.has_turns for s in own)
 
 

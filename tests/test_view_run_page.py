@@ -314,9 +314,9 @@ def test_samples_jsonl_has_the_advantages_of_tokens_in_runs():
     row = {"prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
     sample = Sample(row, [1], [2, 3, 4], text="abc", advantage=-1.0, truncated=False)
     sample.turns = 2 * [{"who": "policy", "text": "", "tokens": 1}]
-    assert "token_advantages" not in line_of(sample, {0}, None)
+    assert "token_advantages" not in line_of(sample, None)
     sample.token_advantages = [0.5, 0.5, -1.0]
-    assert line_of(sample, {0}, None)["token_advantages"] == [[2, 0.5], [1, -1.0]]
+    assert line_of(sample, None)["token_advantages"] == [[2, 0.5], [1, -1.0]]
 
 
 # ---- hostile texts and sizes
