@@ -108,8 +108,9 @@ class Batch:
     staleness: int = 0  # Age of the weights that sampled the batch, in steps.
     metrics: dict = field(default_factory=dict)
     times: Counter = field(default_factory=Counter)
-    # Set when generation for this batch has ended.
+    # Set when generation for this batch has ended. With --overlap, also set if collecting the batch failed.
     rolled_out: threading.Event = field(default_factory=threading.Event)
+    collected: Future | None = None  # With --overlap: the batch, from the thread that collects it.
 
     def needs_prompts(self, config: Config) -> bool:
         if not config.dynamic_sampling:
@@ -118,14 +119,6 @@ class Batch:
 
     def num_missing(self, config: Config) -> int:
         return config.train_batch_size - len(self.groups_to_train)
-
-
-@dataclass
-class PrefetchedStep:
-    """A step whose batch a thread collects during the previous step's update (--overlap)."""
-
-    rolled_out: threading.Event  # The event of the batch, which is also set if collecting fails.
-    batch: Future
 
 
 def next_batch(run: Run, step: int, collect) -> Batch:
@@ -137,25 +130,26 @@ def next_batch(run: Run, step: int, collect) -> Batch:
     if not run.config.overlap:
         return collect_batch(run, Batch(step, run.config.temperature), collect)
     staleness = int(run.prefetched is not None)
-    current = run.prefetched or start_prefetch(run, step, collect)
-    current.rolled_out.wait()
-    if current.batch.done():
-        current.batch.result()  # This raises the error if collecting failed.
+    batch = run.prefetched or start_prefetch(run, step, collect)
+    batch.rolled_out.wait()
+    if batch.collected.done():
+        batch.collected.result()  # This raises the error if collecting failed.
     run.prefetched = None
     if step < run.config.total_steps:
         run.prefetched = start_prefetch(run, step + 1, collect)
-    batch = current.batch.result()
+    batch.collected.result()
     batch.staleness = batch.metrics["rollout/staleness"] = staleness
     return batch
 
 
-def start_prefetch(run: Run, step: int, collect) -> PrefetchedStep:
+def start_prefetch(run: Run, step: int, collect) -> Batch:
+    """Collect the batch of a step in a thread, during the previous step's update."""
     batch = Batch(step, run.config.temperature)
     pool = ThreadPoolExecutor(1, f"step {step} ")
-    future = pool.submit(collect_batch, run, batch, collect)
+    batch.collected = pool.submit(collect_batch, run, batch, collect)
     pool.shutdown(wait=False)  # The thread exits when the batch is complete.
-    future.add_done_callback(lambda _: batch.rolled_out.set())
-    return PrefetchedStep(batch.rolled_out, future)
+    batch.collected.add_done_callback(lambda _: batch.rolled_out.set())
+    return batch
 
 
 def collect_batch(run: Run, batch: Batch, collect) -> Batch:

@@ -100,7 +100,7 @@ class Run:
         self.step = self.saved_step = state["step"]
         self.num_prompts_trained = state["prompts_drawn"]  # drawn by completed steps
         self.num_prompts_drawn = state["prompts_drawn"]  # drawn by completed and current steps
-        self.prefetched = None  # The step that is sampled during the update (--overlap).
+        self.prefetched = None  # The batch that is sampled during the update (--overlap).
 
     def compare_model(self):
         """Print a warning if the run is resumed with a different --model."""
@@ -472,7 +472,7 @@ class Run:
         """Start new ranks from the newest checkpoint. Judges, workers and servers keep running."""
         self.cancelled.set()  # The prefetched step will be drawn again.
         if self.prefetched:
-            self.prefetched.batch.exception()  # This waits until the thread has ended.
+            self.prefetched.collected.exception()  # This waits until the thread has ended.
         self.cancelled.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
