@@ -110,7 +110,7 @@ class Batch:
     times: Counter = field(default_factory=Counter)
     # Set when generation for this batch has ended. With --overlap, also set if collecting the batch failed.
     rolled_out: threading.Event = field(default_factory=threading.Event)
-    collected: Future | None = None  # With --overlap: the batch, from the thread that collects it.
+    collected: Future | None = None  # With --overlap: done when the batch is complete.
 
     def needs_prompts(self, config: Config) -> bool:
         if not config.dynamic_sampling:
@@ -128,7 +128,9 @@ def next_batch(run: Run, step: int, collect) -> Batch:
     of this step have ended.
     """
     if not run.config.overlap:
-        return collect_batch(run, Batch(step, run.config.temperature), collect)
+        batch = Batch(step, run.config.temperature)
+        collect_batch(run, batch, collect)
+        return batch
     staleness = int(run.prefetched is not None)
     batch = run.prefetched or start_prefetch(run, step, collect)
     batch.rolled_out.wait()
@@ -152,7 +154,7 @@ def start_prefetch(run: Run, step: int, collect) -> Batch:
     return batch
 
 
-def collect_batch(run: Run, batch: Batch, collect) -> Batch:
+def collect_batch(run: Run, batch: Batch, collect) -> None:
     """Collect a batch, choose at least one group for the update, and compute the batch's metrics."""
     collect(batch)
     groups = batch.groups_to_train
@@ -162,7 +164,6 @@ def collect_batch(run: Run, batch: Batch, collect) -> Batch:
         groups = batch.groups[-1:]
     batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
     batch.metrics = batch_metrics(batch, run.config)
-    return batch
 
 
 def draw_prompts(run: Run, batch: Batch) -> list[tuple[dict, int]]:

@@ -141,6 +141,7 @@ def test_each_sample_is_reported_once_the_moment_it_ends(model):
         assert len(sample.rollout_logprobs) == len(sample.response_ids)
         assert all(token not in ends for token in sample.response_ids[:-1])
         assert sample.response_ids[-1] in ends or len(sample.response_ids) == 6
+        assert sample.truncated == (sample.response_ids[-1] not in ends)
 
 
 def test_sampling_follows_the_distribution_and_top_p():
@@ -298,6 +299,7 @@ def served_difference(servers, policy, temperature=1.0):
     assert sorted(finished) == sorted(map(id, samples))  # each sample was reported once
     assert all(len(sample.rollout_logprobs) == len(sample.response_ids) <= 10 for sample in samples)
     assert all(sample.response_ids[-1] in ends or len(sample.response_ids) == 10 for sample in samples)
+    assert all(sample.truncated == (sample.response_ids[-1] not in ends) for sample in samples)
     policy.config.temperature = temperature
     differences = [
         logprobs - torch.tensor(sample.rollout_logprobs) for sample, logprobs in policy.logprobs_of(samples)
