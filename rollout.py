@@ -36,19 +36,7 @@ from policy import Policy, Sample
 # ---- in this process
 
 
-def rollout_hf(
-    model,
-    samples: list[Sample],
-    *,
-    max_response_length,
-    temperature,
-    top_p=1.0,
-    eos_ids,
-    seed,
-    rollout_batch_size,
-    on_finished=lambda sample: None,
-    is_done=lambda sample: False,
-):
+def rollout_hf(model, samples: list[Sample], *, eos_ids, seed, rollout_batch_size, **options):
     """Sample the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
     Consecutive samples of one prompt share the computation of the prompt. Temperature 0 means greedy
@@ -57,8 +45,7 @@ def rollout_hf(
 
     Args:
         seed: The seed of the random numbers. On a CPU, only its lowest 32 bits count.
-        on_finished: Called with each sample as soon as it ends.
-        is_done: Called with a sample after each of its tokens; a true result ends the response there.
+        options: max_response_length, temperature and other options of generate_batch.
     """
     device = model.device
     stop_ids = torch.tensor(sorted(eos_ids), device=device)
@@ -67,32 +54,27 @@ def rollout_hf(
     with torch.inference_mode(device.type == "cpu"), torch.no_grad():
         for first in range(0, len(samples), rollout_batch_size):
             batch = samples[first : first + rollout_batch_size]
-            generate_batch(
-                model,
-                batch,
-                generator,
-                max_response_length=max_response_length,
-                temperature=temperature,
-                top_p=top_p,
-                stop_ids=stop_ids,
-                on_finished=on_finished,
-                is_done=is_done,
-            )
+            generate_batch(model, batch, generator, stop_ids, **options)
 
 
 def generate_batch(
     model,
     samples: list[Sample],
     generator: torch.Generator,
+    stop_ids: torch.Tensor,
     *,
     max_response_length,
     temperature,
-    top_p,
-    stop_ids,
-    on_finished,
-    is_done,
+    top_p=1.0,
+    on_finished=lambda sample: None,
+    is_done=lambda sample: False,
 ):
-    """Sample one batch of responses together, token by token."""
+    """Sample one batch of responses together, token by token.
+
+    Args:
+        on_finished: Called with each sample as soon as it ends.
+        is_done: Called with a sample after each of its tokens; a true result ends the response there.
+    """
     device = stop_ids.device
     prompts = [sample.prompt_ids for sample in samples]
     prompt_of_row, ids, attended, positions = left_padded(prompts, device)
