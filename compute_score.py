@@ -637,7 +637,11 @@ async def chat(
         async with asyncio.timeout(timeout_s), shared:
             while not shared.answer:
                 try:
-                    return await _ask(address, body, shared)
+                    reply = await _complete_chat(address, body)
+                    status, text, tokens, is_aborted = _read_reply(reply)
+                    if not is_aborted:
+                        shared.answer = status, text
+                    return status, text, tokens
                 except Exception as error:  # This includes bad addresses and unreadable replies.
                     failure = f"{type(error).__name__}: {error}"
                     # Identical requests share this failure, because they would crash more servers.
@@ -658,15 +662,6 @@ def _is_retryable(error):
     if status is not None:
         return status >= 500 or status in (408, 425, 429)
     return isinstance(error, (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError))
-
-
-async def _ask(address, body, shared):
-    """Make one attempt and return what `chat` returns. `shared` gets the answer unless vLLM aborted it."""
-    reply = await _complete_chat(address, body)
-    status, text, tokens, is_aborted = _read_reply(reply)
-    if not is_aborted:
-        shared.answer = status, text
-    return status, text, tokens
 
 
 async def _complete_chat(address, body):
