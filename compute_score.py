@@ -458,8 +458,13 @@ _TAGS = "<paragraph_{index}>\n{text}\n</paragraph_{index}>\n\n"
 PROMPT_STYLES = {"tagged": (_TAGGED, _TAGS), "no_truth": (_NO_TRUTH, _TAGS), "raw": (_RAW, "")}
 
 
-def split_paragraphs(solution: str) -> list[str]:
-    """Split a solution at empty lines. As in FAPO-Critic, a line that contains spaces is not empty."""
+def split_paragraphs(solution: str | list[str]) -> list[str]:
+    """Split a solution at empty lines. A list of paragraphs is returned unchanged.
+
+    As in FAPO-Critic, a line that contains spaces is not empty.
+    """
+    if isinstance(solution, list):
+        return solution
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
@@ -480,10 +485,8 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
     template, paragraph = PROMPT_STYLES[prompt_style]
     if paragraph:
-        if isinstance(solution, str):
-            solution = split_paragraphs(solution)
         parts = []
-        for index, text in enumerate(solution):
+        for index, text in enumerate(split_paragraphs(solution)):
             parts.append(paragraph.format(index=index, text=_break_frame(text, template, paragraph)))
         solution = "".join(parts).rstrip("\n")
     else:
@@ -733,8 +736,7 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
         verdict |= {"genrm_error": text, "critique": ""}
     elif status == "ok":
         # With a raw prompt, the judge numbers the steps itself, so any index is valid.
-        paragraphs = split_paragraphs(solution) if isinstance(solution, str) else solution
-        count = None if prompt_style == "raw" else len(paragraphs)
+        count = None if prompt_style == "raw" else len(split_paragraphs(solution))
         verdict["first_wrong"] = parse_critique(text, count)
         if verdict["first_wrong"] is None:
             verdict["genrm_status"] = "unparsable"

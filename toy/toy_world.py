@@ -190,7 +190,7 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     toy world.
     """
     sound = write_solution(parse_problem(question), Random(0))
-    stated = scores.split_paragraphs(solution) if isinstance(solution, str) else solution
+    stated = scores.split_paragraphs(solution)
     if stated == sound:
         return -1
     return len(os.path.commonprefix([stated, sound]))
