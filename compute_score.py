@@ -85,49 +85,19 @@ degrees degree ° \degree ^\circ ^{\circ}
 meters \text{m} \mathrm{m}
 , and
 """
+# Here, synonyms end at a semicolon or at the end of a line.
 _UNITS = """
-units unit
-dollars dollar
-cents cent
-percent
-degrees
-meters meter
-cm centimeter centimeters
-mm millimeter millimeters
-km kilometer kilometers
-kg kilogram kilograms
-grams gram g
-mph
-inches inch in
-feet foot ft
-yards yard
-miles mile
-seconds second
-minutes minute min
-hours hour hr hrs
-days day
-weeks week
-months month
-years year
-pounds pound lb lbs
-liters liter
-points
-digits
-ways
-integers
-meals
-edges
-students
-children
-people
-tickets
-multiples
-th
+units unit; dollars dollar; cents cent; percent; degrees; points; digits; ways; integers; multiples; th
+meters meter; cm centimeter centimeters; mm millimeter millimeters; km kilometer kilometers
+inches inch in; feet foot ft; yards yard; miles mile; mph
+kg kilogram kilograms; grams gram g; pounds pound lb lbs; liters liter
+seconds second; minutes minute min; hours hour hr hrs; days day; weeks week; months month; years year
+meals; edges; students; children; people; tickets
 """
 
 
 def _first_of_line(table):
-    return {token: line.split()[0] for line in table.splitlines() for token in line.split()}
+    return {token: line.split()[0] for line in re.split("[\n;]", table) for token in line.split()}
 
 
 _SAME = _first_of_line(_SAME)
