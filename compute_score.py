@@ -433,7 +433,7 @@ def split_paragraphs(solution: str | list[str]) -> list[str]:
 
     As in FAPO-Critic, a line that contains spaces is not empty.
     """
-    if isinstance(solution, list):
+    if not isinstance(solution, str):
         return solution
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 

@@ -22,6 +22,7 @@ from random import Random
 from typing import NamedTuple
 
 import compute_score as scores
+from toy import toy_world
 from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES
 
 ITEMS = ("eggs", "pens", "nuts", "cards", "pears", "plums", "cups", "hats")
@@ -172,11 +173,6 @@ def compute_score_outcome(
 
 
 def policy_row(problem: Problem, split: str, index: int) -> dict:
-    info = {"split": split, "index": index, "question": str(problem), "prices": problem.prices}
-    return {
-        "data_source": "shop",
-        "prompt": [{"role": "user", "content": str(problem)}],
-        "ability": "Math",
-        "reward_model": {"style": "rule", "ground_truth": problem.answer},
-        "extra_info": info,
-    }
+    row = toy_world.policy_row(problem, "shop", split, index)
+    row["extra_info"]["prices"] = problem.prices
+    return row

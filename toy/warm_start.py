@@ -340,9 +340,7 @@ def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
                 problem = random_problem(rng, made.question if source == "toy" else TOTAL, made.lengths)
                 row = policy_row(problem, source, split, index)
             rows.append(row)
-        path = out_dir / f"{source}_{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path)
-        print(f"{path}: {count} rows")
+        write_table(rows, out_dir / f"{source}_{split}.parquet")
 
 
 def write_shop_rows(out_dir: Path, seed: int) -> None:
@@ -352,9 +350,12 @@ def write_shop_rows(out_dir: Path, seed: int) -> None:
         rows = []
         for index in range(count):
             rows.append(shop_world.policy_row(shop_world.random_problem(rng), split, index))
-        path = out_dir / f"shop_{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path)
-        print(f"{path}: {count} rows")
+        write_table(rows, out_dir / f"shop_{split}.parquet")
+
+
+def write_table(rows: list[dict], path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    print(f"{path}: {len(rows)} rows")
 
 
 def copy_shipped(out_dir: Path) -> None:
