@@ -348,12 +348,10 @@ def main(config: Config) -> None:
         print(f"done: {target or 'dry run'}")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except (ValueError, OSError) as error:  # The input is wrong, or the machine has failed.
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        # 1: the run had to stop. 2: the input is wrong, or the machine has failed.
+        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error
 
 
 if __name__ == "__main__":
