@@ -106,16 +106,14 @@ def read_rows(path: Path, needed=()) -> list[dict]:
             text = path.read_text(encoding=WITH_MARK)
             if text.lstrip().startswith("["):
                 rows = list(map(dict, json.loads(text)))
-            elif re.match(r"\s*\{\s*\n", text):  # Each object spans several lines.
-                for number, lines in enumerate(re.split(r"(?<=^\})\s*$", text, flags=re.MULTILINE)):
-                    place = f"{path}, object {number}"
-                    if lines.strip():
-                        rows.append(dict(json.loads(lines)))
             else:
-                for number, line in enumerate(text.split("\n"), 1):
-                    place = f"{path}, line {number}"
-                    if line.strip():
-                        rows.append(dict(json.loads(line)))
+                unit, first, end = "line", 1, "\n"
+                if re.match(r"\s*\{\s*\n", text):  # Each object spans several lines.
+                    unit, first, end = "object", 0, r"(?m)(?<=^\})\s*$"
+                for number, part in enumerate(re.split(end, text), first):
+                    place = f"{path}, {unit} {number}"
+                    if part.strip():
+                        rows.append(dict(json.loads(part)))
     except (ValueError, TypeError, OSError, csv.Error) as error:  # json and pyarrow raise subclasses.
         raise ValueError(f"{place}: cannot be read as a {kind} file: {error}") from error
     if not rows:
