@@ -389,14 +389,9 @@ def draw_curves(history: list[dict], path: Path) -> None:
         if title == "accuracy":
             keys = keys + accuracies(known)
         for key in keys:
-            steps = []
-            values = []
-            for line in history:
-                if key in line:
-                    steps.append(line["step"])
-                    values.append(line[key])
-            if steps:
-                axis.plot(steps, values, ".-", label=key)
+            points = [(line["step"], line[key]) for line in history if key in line]
+            if points:
+                axis.plot(*zip(*points), ".-", label=key)
         axis.set(title=title, xlabel="step")
         axis.grid()
         if axis.lines:
@@ -508,20 +503,14 @@ def reward_metrics(samples: list) -> dict:
     if seconds:
         metrics["reward/seconds_mean"] = mean(seconds)
         metrics["reward/seconds_max"] = max(seconds)
-    statuses = Counter()
-    shared = []
-    for info in infos:
-        status = str(info.get("genrm_status", "skipped"))  # The function may return anything.
-        if status != "skipped":
-            statuses[status] += 1
-            if is_bounded(info.get("genrm_shared")):
-                shared.append(info["genrm_shared"])
-    asked = statuses.total()
+    asked = [info for info in infos if str(info.get("genrm_status", "skipped")) != "skipped"]
     if asked:
-        metrics["genrm/asked"] = asked
-        metrics["genrm/error_rate"] = 1 - statuses["ok"] / asked
-        metrics["genrm/truncated"] = statuses["truncated"] / asked
-        metrics["genrm/shared"] = mean(shared)
+        statuses = [str(info["genrm_status"]) for info in asked]  # The function may return anything.
+        shared = [info.get("genrm_shared") for info in asked]
+        metrics["genrm/asked"] = len(asked)
+        metrics["genrm/error_rate"] = 1 - statuses.count("ok") / len(asked)
+        metrics["genrm/truncated"] = statuses.count("truncated") / len(asked)
+        metrics["genrm/shared"] = mean(filter(is_bounded, shared))
     return metrics
 
 
