@@ -33,7 +33,7 @@ def shared_states(model, body, sequences, counts, padded, mask_of):
     responses = []
     for sequence, count in zip(sequences, counts):
         prompts.append(tuple(sequence[:-count]))
-        responses.append(torch.tensor(sequence[-count:]))
+        responses.append(sequence[-count:])
     if not model.shares_prompts or not worth_sharing(prompts, counts):
         return None
     device = model.device
