@@ -450,7 +450,7 @@ class Process:
 
 
 def guard() -> None:
-    """Start a watcher for the process group, then replace this process by the command in sys.argv.
+    """Start a watcher for the process group, then replace this process with the command in sys.argv.
 
     The watcher kills the group when the program that started this process ends. The process that forks the
     watcher exits immediately because Ray would kill a direct child of an actor.

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from genrm_server import Config, ModelServers, VllmServer, resolve_config
 
-# Each process reserves less than one CPU in Ray, so that all processes fit on a laptop.
+# Each process reserves less than one CPU in Ray, so that a laptop has room for all of them.
 RANK_CPUS = 0.25
 SERVER_CPUS = 0.5
 RESERVE_TIMEOUT = 60.0  # seconds to wait for free resources in the cluster
@@ -65,7 +65,7 @@ def process_specs(config) -> dict[str, ProcessSpec]:
 
 
 def with_device(config: Config) -> Config:
-    """Replace the device auto by cuda if the cluster has a GPU, even if this machine does not."""
+    """Replace the device auto with cuda if the cluster has a GPU, even if this machine has none."""
     if config.device == "auto" and ray.cluster_resources().get("GPU"):
         return replace(config, device="cuda")
     return config
@@ -140,7 +140,7 @@ def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict
         is_overfull = slot.gpus == 1 < slot.taken
         for process, spec in slot.processes.items():
             share = spec.gpus
-            if is_overfull:  # Leave room for sleeping servers: each reserves a bit of its GPU.
+            if is_overfull:  # Leave room for sleeping servers, which reserve a tiny part of a GPU.
                 share = max(share - 0.001, SLEEPER_GPUS)
             placed[process] = index, share
     return bundles, placed
@@ -231,7 +231,7 @@ class RewardModelManager:
     """Runs named reward models in a Ray program, with servers in actors and routers on this node.
 
     The constructor waits until all servers are ready. In a cluster of several nodes, routers and servers on
-    other nodes listen on the address of their node instead of 127.0.0.1. `router_addresses` maps each name to
+    other nodes listen on their node's address instead of 127.0.0.1. `router_addresses` maps each name to
     "host:port". `reservation` has resources for each name; by default, the manager makes one. Raises the
     errors of ModelServers and Reservation.
     """

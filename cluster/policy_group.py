@@ -104,7 +104,7 @@ class PolicyGroup:
             self.check_shared_folder()
 
     def restart(self, source: str) -> None:
-        """Replace all ranks by new ranks with the weights in the folder `source`."""
+        """Replace all ranks with new ranks that load the weights in the folder `source`."""
         with self.lock:
             self.shutdown()
             self.start(source, RESTART_TIMEOUT)
@@ -121,7 +121,7 @@ class PolicyGroup:
         self.own_reservation = None
 
     def call(self, method: str, *arguments, shares: list = ()) -> list:
-        """Call a method of all ranks at the same time, and return their answers.
+        """Call a method of all ranks at the same time, and return their results.
 
         An error or death of a rank is detected immediately. The first argument of rank i is shares[i], if
         `shares` is not empty.

@@ -29,8 +29,8 @@ from cluster.weights import send
 from policy import Policy, Sample, micro_batches
 from rollout import served_weights
 
-# Time limit of a collective operation. It is long because it need not detect dead ranks: PolicyGroup notices
-# a dead rank immediately and ends the others.
+# Time limit of a collective operation. It can be long, because PolicyGroup detects a dead rank immediately
+# and ends the others.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 

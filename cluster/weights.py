@@ -2,7 +2,7 @@
 
     gone = send(served_weights(policy, torch.bfloat16), {node: actor})     # WeightFolder actors (rollout.py)
 
-Not covered: transfer from GPU to GPU (NCCL, CUDA IPC), new weights during a response.
+Not covered: transfer between GPUs (NCCL, CUDA IPC), new weights during a response.
 """
 
 import json
@@ -51,7 +51,7 @@ def portions(weights):
 
 
 def header_of(tensors: dict) -> bytearray:
-    """Return the start of a safetensors file: eight bytes with the length of the header, and the header."""
+    """Return the start of a safetensors file: eight bytes with the header's length, then the header."""
     entries = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():

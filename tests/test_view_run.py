@@ -345,7 +345,7 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     terms = ("rule", "flaw found by the judge", "length", "reward")
     assert [rows[name] for name in terms] == ["+1", "−1", "0", "0"]
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
-    assert "No judge was asked." in part(
+    assert "No judge was queried." in part(
         dom(page, view="groups", run="fapo", step=1, group=0, sample=4), "sample"
     )
 

@@ -77,7 +77,7 @@ def test_a_log_scale_spaces_factors_evenly_and_says_what_it_cannot_show(tmp_path
     heights = [y for _, y in points]
     gaps = [after - before for before, after in zip(heights, heights[1:])]
     assert len(points) == 4 and gaps == pytest.approx([gaps[0]] * 3, abs=0.2)
-    assert "Values of 0 or less have no place on a log scale." in figure(text, "actor/entropy")
+    assert "A log scale cannot show values of 0 or less." in figure(text, "actor/entropy")
 
 
 @in_browser

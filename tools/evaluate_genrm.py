@@ -154,7 +154,7 @@ def report(rows: list[dict]) -> str:
 
 
 async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat):
-    """Request one critique, as a reward function: 1 if the index is right, else 0."""
+    """Request one critique as a reward function does. The score is 1 if the index is correct, else 0."""
     status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
     index = None
     if status == "ok":

@@ -1,13 +1,13 @@
 """Estimate what a run needs before it starts: the memory of its processes, and where Ray places them.
 
     python -m tools.plan_run --model PATH ...                          # with the trainer's flags
-    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU that is not here
+    python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU of another machine
     python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
-This script makes all checks of the trainer, then estimates memory from each model's config.json. On GPUs, it
-also reserves the resources of the run in Ray, prints which processes each node got, and releases them; if you
-pass --gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit into
-the key-value cache. benchmarks/simulate.py estimates time.
+This script runs all checks of the trainer, then estimates memory from each model's config.json. On GPUs, it
+also reserves the resources of the run in Ray, prints the processes of each node, and releases the resources;
+if you pass --gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit
+into the key-value cache. benchmarks/simulate.py estimates time.
 """
 
 import dataclasses

@@ -263,7 +263,7 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
             self.wfile.write(content)
 
         def log_message(self, *_):
-            pass  # Log lines about polling would bury all other output.
+            pass  # A log line per poll would hide all other output.
 
     find_runs(folders)  # Fail early if a directory contains no runs.
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)

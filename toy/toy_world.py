@@ -107,7 +107,7 @@ def parse_problem(text: str) -> Problem:
 
 
 def random_problem(rng: Random, question: str | tuple, lengths: tuple[int, int] = (3, 4)) -> Problem:
-    """Draw a problem with steps of 2 to 9 and correct intermediate values from LOWEST to HIGHEST.
+    """Draw a problem with steps of 2 to 9 whose correct intermediate values are from LOWEST to HIGHEST.
 
     Args:
         question: The question, or a tuple of questions from which one is drawn.

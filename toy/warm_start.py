@@ -1,4 +1,4 @@
-"""Make the models of the toy world: a tokenizer, and two Llamas of 1 M parameters, the policy and the judge.
+"""Make the models of the toy world: a tokenizer and two Llamas with 1 M parameters, the policy and the judge.
 
     python prepare_data.py --tasks toy --out-dir data/toy             # copies the models of toy/models/
     python -m toy.warm_start --out-dir data/toy                       # trains them again: 5 to 8 minutes

@@ -1,4 +1,4 @@
-// ---- The runs: how they were started, where their time went, how they were configured
+// ---- Runs: their starts, the time of their steps, and their configuration
 function settingsOf({settings: all}) {  // the line of each run above the curves
   const judges = all.genrm?.length ? all.genrm : all.router_address ?? [];
   const last = path => String(path).split("/").slice(-2).join("/");
@@ -11,9 +11,9 @@ function settingsOf({settings: all}) {  // the line of each run above the curves
     steps: all.total_steps, seed: all.seed};
   return Object.entries(values).filter(([, value]) => value != null && value !== "");
 }
-function settingsView() {  // what all runs share is said once
+function settingsView() {  // settings that all runs share are listed once
   const SHOWN = ["lora_rank", "lr", "train_batch_size", "group_size", "total_steps", "seed"];
-  // Further numbers and switches, a flag of the user's too, where runs differ in them.
+  // Also list other numbers and switches in which the runs differ, including options of the user.
   const further = [...new Set(RUNS.flatMap(run => Object.keys(run.settings)))].filter(key =>
     !SHOWN.includes(key) && RUNS.some(run => ["number", "boolean"].includes(typeof run.settings[key]))
     && new Set(RUNS.map(run => run.settings[key])).size > 1);
@@ -33,7 +33,7 @@ function startView({time, step, command, commit, versions, machine}) {
     el("pre", {}, command),
     el("div", {class: "soft"}, [`commit ${commit || "unknown"}`, machine, ...packages].join(" · ")));
 }
-function runView(run) {  // how far the run got, how long it took; and each of its starts
+function runView(run) {  // the progress of a run, its duration and its starts
   const [first, resumes] = [run.starts[0], Math.max(0, run.starts.length - 1)];
   const steps = run.totals.time.length, total = run.settings.total_steps;
   const words = [plural(steps, "step") + (total ? ` of ${total}` : ""),
@@ -45,16 +45,16 @@ function runView(run) {  // how far the run got, how long it took; and each of i
     ...run.starts.map(startView)];
 }
 
-// ---- Where the time of a step went
+// ---- The time of a step
 const PARTS = {"time/rollout": "rollout", "time/reward_wait": "waiting for rewards", "time/update": "update",
   "time/sync": "weight sync", "time/rollout_wait": "waiting for overlapped rollouts"};
 const OTHER = "other";
 const colourOfPart = name => `var(--run-${[...Object.values(PARTS), OTHER].indexOf(name)})`;
 
-function partsOf(run) {  // [step, {part: seconds}] of each step, parts one after another
+function partsOf(run) {  // [step, {part: seconds}] of each step, with consecutive parts
   const values = Object.fromEntries(Object.keys(PARTS).map(key => [key, new Map(run.metrics[key] ?? [])]));
   return (run.metrics["time/step"] ?? []).map(([step, whole]) => {
-    // With --overlap rollouts and their rewards run during the update of the step before.
+    // With --overlap, rollouts and rewards happen during the update of the previous step.
     const isOverlapped = values["time/rollout_wait"].has(step);
     const shown = Object.keys(PARTS).filter(key => !(isOverlapped && /rollout$|reward_wait$/.test(key)));
     const parts = Object.fromEntries(shown.map(key => [PARTS[key], values[key].get(step) ?? 0]));
@@ -92,11 +92,11 @@ function timeChart(run) {
       ` (${durationOf(totals[i])}) `))));
 }
 
-// ---- The configuration: a row for each setting, a column for each run
+// ---- Configuration: one row per setting, one column per run
 function configuration() {
   const known = RUNS.filter(run => Object.keys(run.settings).length);
   if (!known.length) return [el("p", {}, "No config.json was found.")];
-  const defaultsOf = run => run.starts.at(-1)?.defaults ?? {};  // of the settings that differ from them
+  const defaultsOf = run => run.starts.at(-1)?.defaults ?? {};  // for settings that were changed
   const keys = [...new Set(known.flatMap(run => Object.keys(run.settings)))];
   const valueOf = (run, key) => key in run.settings ? textOfValue(run.settings[key]) : "not set";
   const isSet = key => known.some(run => key in defaultsOf(run));
@@ -111,7 +111,7 @@ function configuration() {
       known.map(run => el("th", {scope: "col"}, square(run.colour), run.name)), el("th", {scope: "col"}, "default"))),
       el("tbody", {}, some.map(row))));
   const heading = known.some(run => Object.keys(defaultsOf(run)).length)
-    ? `Bold: differs from the default.${known.length > 1 ? " Settings in which the runs differ are here, too." : ""}`
+    ? `Bold: differs from the default.${known.length > 1 ? " Settings that differ between runs are also listed." : ""}`
     : "The runs do not say which settings differ from the defaults.";
   return [el("p", {class: "soft"}, heading), chosen.length ? table(chosen, "chosen") : null,
     el("details", {open: chosen.length ? null : ""}, el("summary", {}, `${plural(others.length, "setting")}: the `
@@ -124,7 +124,7 @@ function renderAbout() {
   $("configuration").replaceChildren(...configuration());
 }
 
-// ---- The page as the address says
+// ---- The page as described by its address
 function render() {
   state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   for (const {runs, colour, dash} of teams()) runs.forEach(run => Object.assign(run, {colour, dash}));
@@ -139,7 +139,7 @@ function render() {
   }
   $("choose").hidden = view !== "groups" && view !== "samples";
   views[view]();
-  if (focus) $(focus)?.focus({preventScroll: true});  // what had the focus may have been drawn anew
+  if (focus) $(focus)?.focus({preventScroll: true});  // the focused element may have been redrawn
 }
 
 document.title = $("title").textContent = TITLE;
@@ -151,15 +151,15 @@ for (const id of ["window", "from", "to"]) $(id).addEventListener("change", () =
 $("axis").addEventListener("change", () => go({axis: $("axis").value, from: "", to: ""}));
 for (const id of ["log", "bands"])
   $(id).addEventListener("change", () => go({[id]: $(id).checked ? 1 : "", ...id === "bands" ? {hide: ""} : {}}));
-const place = {group: "", sample: "", page: ""};  // what another choice of samples forgets
+const place = {group: "", sample: "", page: ""};  // reset when other samples are chosen
 for (const id of ["run", "split", "filter", "sort", "problem", "status", "source", "first", "last"])
   $(id).addEventListener("change", () => go({[id]: $(id).value, ...place}));
 $("q").addEventListener("input", () => go({q: $("q").value, ...place}));
 addEventListener("hashchange", render);
 render();
 
-// ---- A served page follows its runs: it loads itself again when they have written more. Its address keeps
-// what is looked at. While the user types or a tab is hidden, the page waits.
+// ---- A served page reloads when its runs have written more data. The address keeps the current view. While the
+// user types or the tab is hidden, the page waits.
 async function follow() {
   const answer = await fetch("version").catch(() => null);  // the server may have ended
   const isNew = answer?.ok && await answer.text() !== LIVE;

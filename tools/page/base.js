@@ -1,14 +1,14 @@
 "use strict";
-// The page of view_run.py. This file: small tools, what the address says, and what a line of samples.jsonl means.
-// Whatever comes from the data goes through append(), which makes text of it, or through the encoding of a link.
+// The page of view_run.py. This file has helpers, the state in the address, and the meaning of lines in samples.jsonl.
+// All data passes through append(), which turns it into text, or through the encoding of a link.
 const $ = id => document.getElementById(id);
 const {title: TITLE, live: LIVE, runs: RUNS} = JSON.parse($("data").textContent);
-const COLOURS = 6;  // --run-0, --run-1, ... of page.css; further runs have dashed lines
+const COLOURS = 6;  // --run-0, --run-1, ... in page.css; further runs have dashed lines
 const colourOf = index => ({colour: `var(--run-${index % COLOURS})`, dash: index < COLOURS ? null : "5 3"});
 RUNS.forEach((run, index) => Object.assign(run, colourOf(index)));
-let state = {};  // what the address says after the #
+let state = {};  // the state in the address after the #
 
-// ---- Small tools
+// ---- Helpers
 function build(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value != null) node.setAttribute(name, value);
@@ -39,7 +39,7 @@ const sum = values => values.reduce((total, value) => total + value, 0);
 const unique = values => [...new Set(values)].sort((a, b) => a - b);
 const nearest = (values, to) =>
   values.reduce((a, b) => Math.abs(b - to) < Math.abs(a - to) ? b : a, values[0]);
-function extremes(values) {  // [lowest, highest]; of too many values for Math.min(...values), too
+function extremes(values) {  // [lowest, highest], even if there are too many values for Math.min(...values)
   let low = Infinity, high = -Infinity;
   for (const value of values) {
     if (value < low) low = value;
@@ -51,17 +51,17 @@ const link = changes =>
   "#" + new URLSearchParams(Object.entries({...state, ...changes}).filter(([, value]) => value !== ""));
 const go = changes => location.replace(link(changes));
 
-// ---- What a run did, by its config.json
-function penaltyOf({reward_fn, reward_kwargs}) {  // λ; null: the judge only measures; undefined: unknown
+// ---- What a run did, according to its config.json
+function penaltyOf({reward_fn, reward_kwargs}) {  // λ; null: the judge only adds metrics; undefined: unknown
   const isFapo = /:compute_score_fapo(_oracle)?$/.test(reward_fn);
   const {penalty = isFapo ? 1 : undefined} = JSON.parse(reward_kwargs ?? "{}");
   return penalty;
 }
 const advantageOf = run => run.settings.advantage ?? "grpo";
 
-// ---- From a line of samples.jsonl to what is shown of it
-const NO_VERDICT = ["truncated", "unparsable", "http_error", "timeout"];  // how asking a judge can fail
-const MARKS = {good: "✓", flawed: "!", bad: "✗", silent: "?", plain: "•"};  // with a colour each, in page.css
+// ---- From a line of samples.jsonl to what the page shows
+const NO_VERDICT = ["truncated", "unparsable", "http_error", "timeout"];  // failures of a request to the judge
+const MARKS = {good: "✓", flawed: "!", bad: "✗", silent: "?", plain: "•"};  // page.css has a colour for each
 
 const isRight = ({acc}) => acc === true || acc === 1;
 
@@ -83,7 +83,7 @@ function verdictOf(reward, status, info, judge, oracle) {  // [kind, words]
 
 function understand(line) {
   const {reward_extra_info: info, reward_score: reward, status, oracle} = line, asked = info.genrm_status;
-  // Whether judge and oracle say "flawed". A judge in training says a paragraph; `gt` is the true one.
+  // Whether judge and oracle say "flawed". A judge in training names a paragraph, and `gt` is the correct one.
   const [judged, truly] = "exact" in info && "gt" in info
     ? [info.pred == null ? null : info.pred !== -1, info.gt !== -1]
     : [info.flawed_positive, info.oracle_flawed_positive];
@@ -92,17 +92,17 @@ function understand(line) {
     odd: reward > 0 && info.acc != null && !isRight(info) && !("exact" in info),
     silent: reward == null || NO_VERDICT.includes(asked), cut: line.clipped || asked === "truncated"};
   const {score = reward, critique, overlong_penalty: penalty = 0, ...rest} = info;
-  // The place of the first wrong step is the judge's if a judge was asked, else the reward function's own. A
-  // box of a critique need not be a place: only the reward function knows what the reply of its judge means.
+  // The position of the first wrong step comes from the judge if one was queried, else from the reward function. A
+  // box in a critique need not be a position: only the reward function knows what the judge's response means.
   const named = asked === undefined || asked === "ok" ? info.first_wrong ?? null : null;
   return {kind, verdict, flags: Object.keys(flags).filter(flag => flags[flag]), oracle, judge: named,
     namedBy: asked ? "the judge" : "the reward function",
-    // Of several turns each is shown as one paragraph, and first_wrong counts turns.
+    // If there are several turns, each is shown as a paragraph, and first_wrong is the index of a turn.
     paragraphs: line.turns?.map(turn => String(turn.text).replace(/^\n+|\n+$/g, ""))
       ?? line.response.split("\n\n").map(text => text.trim()).filter(Boolean),
     writers: line.turns?.map(turn => turn.who), turnTokens: line.turns?.map(turn => turn.tokens),
     critique: critique ? String(critique) : null, score, penalty, reward, status: String(status),
-    // Paragraphs may have advantages of their own (--credit prefix, vppo, steps).
+    // Paragraphs may have separate advantages (--credit prefix, vppo, steps).
     advantage: line.advantage, advantages: line.turns ? null : line.paragraph_advantages,
     tokenAdvantages: line.token_advantages, length: line.response_length,
     clipped: line.clipped, seconds: line.seconds, info: rest, line};
@@ -115,17 +115,17 @@ for (const run of RUNS) {
   }
 }
 
-function termsOf({info, score, penalty}, group, run) {  // [name, value] of what adds up to the reward
+function termsOf({info, score, penalty}, group, run) {  // [name, value] of the summands of the reward
   const rule = info.acc == null ? NaN : isRight(info) ? 1 : -1, rest = score - rule;
   const ofGroup = Object.keys(group.verdict).length, isJudge = "exact" in info;
   if (ofGroup || !(rest === 0 || (isJudge || "flawed_positive" in info) && info.acc != null))
-    return [[ofGroup ? "group" : "score", score], ["length", penalty]];  // no sum of parts that we know
+    return [[ofGroup ? "group" : "score", score], ["length", penalty]];  // the summands are unknown
   const withRest = (parts, name, value) =>
     [...parts, ...Math.abs(value) > 1e-9 ? [[name, value]] : [], ["length", penalty]];
-  // A judge in training loses what its paragraph is away from the true one.
+  // A judge in training loses the distance between its paragraph and the correct one.
   if (isJudge) return withRest([["flawed or not", rule]], "distance", rest);
   if (!info.flawed_positive) return withRest([["rule", rule]], "other terms", rest);
-  // A flawed positive loses the λ of the run's configuration. The remainder belongs to other terms.
+  // A flawed positive loses λ from the run's configuration. The rest belongs to other summands.
   let finder = "oracle_flawed_positive" in info ? "the oracle" : "the reward function";
   if ("genrm_status" in info) finder = "the judge";
   const flaw = `flaw found by ${finder}`, cost = penaltyOf(run.settings);
@@ -133,10 +133,10 @@ function termsOf({info, score, penalty}, group, run) {  // [name, value] of what
   return withRest([["rule", rule], [flaw, -(cost ?? 0)]], "other terms", rest + (cost ?? 0));
 }
 
-// ---- Filters: the samples that the address asks for
+// ---- Filters: the samples selected by the address
 const FILTERS = {"": "all samples", judge: "flagged as flawed", oracle: "flawed by the oracle",
   wrong: "flag and oracle disagree", odd: "wrong answer, reward above 0", silent: "no verdict", cut: "truncated"};
-const CHOSEN = ["filter", "status", "source", "first", "last", "q"];  // what "clear filters" clears
+const CHOSEN = ["filter", "status", "source", "first", "last", "q"];  // reset by "clear filters"
 
 const textOf = (group, {paragraphs, critique, verdict, info}) =>
   [group.prompt, group.source, ...Object.values(group.verdict), ...paragraphs, critique, verdict, info.error]
@@ -150,7 +150,7 @@ const matches = (group, sample) => (!state.filter || sample.flags.includes(state
 const addressOf = (run, {split, step, group}, sample = "") =>
   ({view: "groups", run: run.name, split, step, group, sample});
 
-function showChoice() {  // the run and the split that the address means; the controls say them, too
+function showChoice() {  // show the run and the split of the address, also in the controls
   const run = RUNS.find(one => one.name === state.run) ?? RUNS.find(one => one.groups.length) ?? RUNS[0];
   const split = state.split ?? (run.groups.some(group => group.split === "train") ? "train" : "val");
   const {filter = "", q = "", sort = "", status = "", source = "", first = "", last = ""} = state;

@@ -2,32 +2,32 @@
 const CHARTS = {"reward/mean": "reward", "reward/acc": "accuracy",
   "reward/flawed_positive_rate": "flawed among right answers, by the judge",
   "reward/oracle_flawed_positive_rate": "flawed among right answers, by the oracle",
-  "reward/truly_correct": "fully correct: right answer, no wrong step",
-  "reward/audit_flawed": "flawed by a second judge, passed by the first (bars: 20 steps, 3 errors)",
+  "reward/truly_correct": "fully correct: correct answer, no wrong step",
+  "reward/audit_flawed": "called flawed by a second judge, accepted by the first (bars: 20 steps, 3 errors)",
   "reward/no_verdict": "samples without a verdict",
   "genrm/error_rate": "requests to the judge without a verdict", "response_length/mean": "response length",
   "actor/entropy": "entropy", "time/step": "time of a step"};
-// Under "All other metrics". What else begins with reward/ is the reward function's own, and open.
+// Listed under "All other metrics". Other metrics that begin with reward/ come from the reward function and are open.
 const LESS = ["reward/score", "reward/groups_with_spread", "reward/seconds_mean", "reward/seconds_max"];
-const SHARES = /acc$|_rate$|audit_flawed$|audited$|_correct$|no_verdict$/;  // drawn from 0 to 1
+const SHARES = /acc$|_rate$|audit_flawed$|audited$|_correct$|no_verdict$/;  // the axis goes from 0 to 1
 const UNITS = [[/^reward\/(mean|score)$/, "reward"], [SHARES, "share"], [/^time\/|seconds/, "seconds"],
   [/^response_length\/(mean|max)/, "tokens"], [/entropy$/, "nats"]];
-const GLYPHS = "●◆■▲▼★";  // one for each held-out data source
+const GLYPHS = "●◆■▲▼★";  // one per held-out data source
 const METRICS = [...new Set(RUNS.flatMap(run => Object.keys(run.metrics)))].sort();
-// A source's name may have slashes: the one metric that every source has tells where it ends.
+// A source's name may contain slashes. A metric that every source has shows where the name ends.
 const NO_VERDICT_OF = /^val\/(.+)\/no_verdict\/mean@\d+$/;
 const SOURCES = [...new Set(METRICS.map(key => key.match(NO_VERDICT_OF)?.[1]).filter(Boolean))];
 const sourceOf = key => SOURCES.find(source => key.startsWith(`val/${source}/`));
 const glyph = source => GLYPHS[SOURCES.indexOf(source) % GLYPHS.length];
 
-function inTraining(name) {  // what the metric of held-out problems is called there; others: their own name
+function inTraining(name) {  // the name of a held-out metric in training, or the same name if there is none
   const source = sourceOf(name);
   const parts = source && name.slice(`val/${source}`.length).match(/^(?:\/(.+))?\/mean@\d+$/);
   return parts ? `reward/${{score: "mean"}[parts[1]] ?? parts[1] ?? "acc"}` : name;
 }
 const belongs = (name, key) => name === key || inTraining(name) === key;
 
-// ---- The horizontal axis: steps, or what the steps until then took in time or tokens
+// ---- The horizontal axis: steps, or the total time or tokens up to a step
 const TOTALS = {time: "time/step", tokens: "perf/tokens"};
 for (const run of RUNS) {
   run.totals = {};
@@ -36,7 +36,7 @@ for (const run of RUNS) {
     run.totals[axis] = (run.metrics[key] ?? []).map(([step, value]) => [step, total += value]);
   }
 }
-function totalAt(points, step) {  // the last total until this step, found by halving
+function totalAt(points, step) {  // the latest total up to this step, by binary search
   let low = 0, high = points.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -54,15 +54,15 @@ function xOf(run, step) {
 }
 const LAST = Math.max(1, ...RUNS.flatMap(run =>  // samples are written before the metrics of their step
   [...Object.values(run.metrics).map(points => points.at(-1)[0]), ...new Set(run.groups.map(group => group.step))]));
-function domain() {  // [start, end] of all charts
+function domain() {  // [start, end] for all charts
   const end = Math.max(...RUNS.map(run => xOf(run, LAST))) || 1;
   const from = +(state.from || 0), to = +(state.to || end);
   return to > from ? [from, to] : [0, end];
 }
 
-// ---- Teams: what a line stands for, a run or all seeds of one setting
+// ---- Teams: a line shows a run, or all seeds of a setting
 const SEED = /[-_/.]?seed[-_]?\d+/gi;
-function settingKey({settings, name}) {  // equal for runs that differ in nothing but the seed
+function settingKey({settings, name}) {  // equal for runs that differ only in the seed
   const {seed, out_dir, ...others} = settings;
   return seed === undefined ? name : JSON.stringify(others).replace(SEED, "");
 }
@@ -78,7 +78,7 @@ const SINGLES = RUNS.map(run => ({runs: [run], name: run.name, colour: run.colou
 const teams = () => state.bands && HAS_SEEDS ? TEAMS : SINGLES;
 const isHidden = team => (state.hide ?? "").split("\n").includes(team.name);
 
-const windowOf = () => Math.max(1, Math.trunc(+(state.window ?? 5)) || 1);  // steps that a thick line averages
+const windowOf = () => Math.max(1, Math.trunc(+(state.window ?? 5)) || 1);  // steps per average of a thick line
 const smooth = points => points.map(([step], i) => {
   const last = points.slice(Math.max(0, i - windowOf() + 1), i + 1);
   return [step, sum(last.map(point => point[1])) / last.length];
@@ -87,7 +87,7 @@ function median(values) {
   const sorted = [...values].sort((a, b) => a - b), middle = sorted.length >> 1;
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
-function mergeSeeds(team, name, isHeldOut) {  // [{step, x, value, low, high, seeds}]: of each step, over its seeds
+function mergeSeeds(team, name, isHeldOut) {  // [{step, x, value, low, high, seeds}], over the seeds of a team
   const found = new Map();
   for (const run of team.runs) {
     const points = run.metrics[name] ?? [];
@@ -108,28 +108,28 @@ function seriesOf(key, team) {
     const raw = source || team.runs.length > 1 ? []
       : run.metrics[name].map(([step, value]) => ({x: xOf(run, step), value}));
     const points = mergeSeeds(team, name, !!source);
-    raw.forEach((point, i) => { points[i].exact = point.value; });  // the readout's, not the moving average
+    raw.forEach((point, i) => { points[i].exact = point.value; });  // for the readout, which is not averaged
     return {team, source, points, raw};
   });
 }
 
 // ---- One chart
-const W = 360, H = 208, LEFT = 58, RIGHT = 16, TOP = 12, BOTTOM = 34;  // markers at the edges are whole
-let drawn = [];  // a function of each chart on the screen: pointing at a place in one shows its values in all
+const W = 360, H = 208, LEFT = 58, RIGHT = 16, TOP = 12, BOTTOM = 34;  // no marker at an edge is cut off
+let drawn = [];  // one function per visible chart: pointing at one chart shows the values in all of them
 
 function ticks(low, high) {
   const least = (high - low) / 5, power = 10 ** Math.floor(Math.log10(least));
   const size = power * [1, 2, 5, 10].find(n => n * power > .99 * least), first = Math.ceil(low / size - 1e-9);
   return Array.from({length: Math.floor(high / size + 1e-9) - first + 1}, (_, i) => (first + i) * size);
 }
-function logTicks(low, high) {  // powers of ten; between few of them, 2 and 5 times, too
+function logTicks(low, high) {  // powers of ten, and if there are few, also their multiples by 2 and 5
   if (high / low < 5) return ticks(low, high);
   const powers = ticks(Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))).filter(Number.isInteger);
   const factors = Math.log10(high / low) > 2 ? [1] : [1, 2, 5];
   return powers.flatMap(power => factors.map(factor => factor * 10 ** power))
     .filter(value => value >= .999 * low && value <= 1.001 * high);
 }
-function scales(key, values) {  // {x, y, valueTicks}: from what is measured to places on the picture
+function scales(key, values) {  // {x, y, valueTicks}: from values to positions in the picture
   const [start, end] = domain();
   const x = at => LEFT + (at - start) / (end - start) * (W - LEFT - RIGHT);
   let [low, high] = extremes(values);
@@ -177,7 +177,7 @@ function auditBars(series, {x, y}) {
 
 function chart(key, title, shown) {
   const [start, end] = domain();
-  let isCut = false;  // values that a log scale has no place for
+  let isCut = false;  // a log scale cannot show some values
   const isInside = ({x, value, low = value}) => {
     const isAbove = !state.log || low > 0;
     isCut ||= !isAbove;
@@ -198,13 +198,13 @@ function chart(key, title, shown) {
     key === "reward/audit_flawed" && !state.log ? auditBars(series, scale) : [], cursor, chosen);
   listen(picture, pointer(series, scale, cursor, readout), chosen);
   return el("figure", {"data-key": key}, el("figcaption", {}, title), picture, readout,
-    isCut ? el("div", {class: "soft"}, "Values of 0 or less have no place on a log scale.") : null);
+    isCut ? el("div", {class: "soft"}, "A log scale cannot show values of 0 or less.") : null);
 }
 
-function pointer(series, scale, cursor, readout) {  // moves the cursor of a chart; says the values under it
+function pointer(series, scale, cursor, readout) {  // moves the cursor of a chart, and shows the values below it
   const places = unique(series.flatMap(one => one.points.map(point => point.x)));
   const valueOf = at => ({team, points, source}) => {
-    const point = points.findLast(one => one.x <= at + 1e-9);  // of a run that has ended the last one
+    const point = points.findLast(one => one.x <= at + 1e-9);  // if a run has ended, its last point
     if (!point) return null;
     const range = point.high > point.low ? ` (${show(point.low)} to ${show(point.high)})` : "";
     const fewer = point.seeds < team.runs.length ? ` of ${plural(point.seeds, "seed")}` : "";
@@ -252,7 +252,7 @@ function listen(picture, self, chosen) {  // pointing, dragging (zoom), clicking
     if (ends.length === 1 || across(ends[1]) - across(ends[0]) < 6) return samples();
     go({from: +ends[0].toPrecision(4), to: +ends[1].toPrecision(4)});
   });
-  // Of all charts only the one with the focus is read aloud.
+  // Screen readers announce only the chart with the focus.
   picture.addEventListener("focus", () => self.readout.setAttribute("aria-live", "polite"));
   picture.addEventListener("blur", () => self.readout.removeAttribute("aria-live"));
   picture.addEventListener("keydown", event => {
@@ -262,11 +262,11 @@ function listen(picture, self, chosen) {  // pointing, dragging (zoom), clicking
   });
 }
 
-// ---- Histograms: a column for some steps, a row for a range of values, dark if many samples are in it
+// ---- Histograms: a column for some steps, a row for a range of values, darker if it has more samples
 const COLUMNS = 40, ROWS_OF_VALUES = 12;
 const MEASURED = {reward: ["reward", sample => sample.reward], length: ["response length", sample => sample.length]};
 
-function binsOf(values) {  // [[low, high], ...]; a single value each if there are few
+function binsOf(values) {  // [[low, high], ...], or one bin per value if there are few values
   const different = unique(values);
   if (different.length <= 8) return different.map(value => [value, value]);
   const low = different[0], size = (different.at(-1) - low) / ROWS_OF_VALUES;
@@ -356,7 +356,7 @@ function renderCurves() {
     key.startsWith("reward/") && !(key in CHARTS) && !LESS.includes(key));
   const main = {...CHARTS, ...Object.fromEntries(own.map(key => [key, key.slice("reward/".length)]))};
   const others = METRICS.filter(key => !Object.keys(main).some(shown => belongs(key, shown)));
-  // A judge in training has axes of its own.
+  // A judge in training has separate axes.
   const isJudge = team => team.runs.some(run =>
     Object.keys(run.metrics).some(name => inTraining(name) === "reward/exact"));
   const kinds = [["", teams().filter(team => !isJudge(team))], [", judges in training", teams().filter(isJudge)]];

@@ -6,9 +6,9 @@ const SORTS = {"": ["first step first", ({group}) => group.step],
   down: ["lowest advantage first", ({sample}) => sample.advantage ?? Infinity],
   up: ["highest advantage first", ({sample}) => -(sample.advantage ?? -Infinity)],
   longest: ["longest first", ({sample}) => -sample.length]};
-const ROWS = 100;  // a table of all samples of a long run would take seconds to draw
+const ROWS = 100;  // drawing all samples of a long run at once would take seconds
 
-function allSamples(run, split) {  // those that match, in the order asked for
+function allSamples(run, split) {  // matching samples in the selected order
   const found = run.groups.filter(group => matchesGroup(group, split)).flatMap(group =>
     group.samples.map((sample, i) => ({group, sample, i})).filter(one => matches(group, one.sample)));
   const valueOf = (SORTS[state.sort] ?? SORTS[""])[1];
@@ -22,7 +22,7 @@ function rowOf(run, {group, sample, i}) {
     el("td", {}, chip(sample)), el("td", {class: "number"}, show(sample.reward)),
     el("td", {class: "number", style: tint(sample.advantage)}, show(sample.advantage)),
     el("td", {class: "number"}, sample.length), texts.map(text => el("td", {}, text)));
-  row.addEventListener("click", () => { location.hash = address; });  // for the mouse; keys have the link
+  row.addEventListener("click", () => { location.hash = address; });  // for the mouse; the keyboard uses the link
   return row;
 }
 
@@ -36,7 +36,7 @@ function renderSamples() {
     $(id).hidden = to < 0 || to >= pages;
   }
   $("rows").replaceChildren(...found.slice(page * ROWS, (page + 1) * ROWS).map(one => rowOf(run, one)));
-  $("download").onclick = () => {  // made only now: a run can have 20,000 samples
+  $("download").onclick = () => {  // created on demand, because a run can have 20,000 samples
     const lines = found.map(({group, sample, i}) => JSON.stringify({run: run.name, step: group.step, split,
       group: group.group, sample: i, data_source: group.source, prompt: group.prompt,
       ground_truth: group.ground_truth, ...sample.line}) + "\n");
@@ -46,8 +46,8 @@ function renderSamples() {
 }
 
 // ---- Groups and the samples in them
-let current = {};  // the group and the sample on the screen
-function neighbour(by) {  // the address of the next or previous sample that matches, over all steps
+let current = {};  // the visible group and sample
+function neighbour(by) {  // the address of the next or previous matching sample, across all steps
   const [run, split] = showChoice(), found = allSamples(run, split);
   const at = found.findIndex(one => one.group === current.group && one.i === current.chosen);
   const to = found[at + by];
@@ -63,7 +63,7 @@ addEventListener("keydown", event => {
 
 const chip = ({kind, verdict}) => el("span", {class: "chip", style: `color:rgb(var(--${kind}))`},
   `${MARKS[kind]} `, verdict);
-function tint(advantage) {  // blue above 0, red below; nothing where there is none, or one of 0
+function tint(advantage) {  // blue above 0, red below 0, no colour for 0 or without an advantage
   if (!advantage) return "";
   const strength = (.12 + .14 * Math.min(Math.abs(advantage), 2)).toFixed(2);
   return `background:rgb(var(--${advantage > 0 ? "good" : "bad"}) / ${strength})`;
@@ -81,7 +81,7 @@ function solution(sample) {
   const missing = oracle >= paragraphs.length ? ["(a paragraph is missing)"] : [];
   return el("ol", {start: 0}, [...paragraphs, ...missing].map((text, i) => {
     const names = [judge === i && namedBy, oracle === i && "the oracle"].filter(Boolean).join(" and ");
-    const own = advantages == null ? null : advantages[i] ?? advantage;  // a missing one: the end token's
+    const own = advantages == null ? null : advantages[i] ?? advantage;  // missing: the end token's advantage
     const isObservation = writers && writers[i] !== "policy";
     const kinds = [names && "named", isObservation && "observation"].filter(Boolean).join(" ");
     return el("li", {class: kinds, style: own == null ? null : tint(own)},
@@ -92,11 +92,11 @@ function solution(sample) {
   }));
 }
 
-// The tokens of a sample in a row, with the colours of their advantages: drawn when it is asked for.
+// The tokens of a sample, with the colours of their advantages, drawn on demand.
 function heatLine(sample, open) {
   const {length, tokenAdvantages, advantage, writers, turnTokens} = sample;
   if (!length || advantage == null) return null;
-  const runs = tokenAdvantages ?? [[length, advantage]];  // [how many tokens, their advantage]
+  const runs = tokenAdvantages ?? [[length, advantage]];  // [number of tokens, their advantage]
   const owners = writers ? writers.map((who, i) => [turnTokens[i], who]) : [[length, "policy"]];
   const pieces = [];
   let first = 0, ends = [0, 0];
@@ -160,7 +160,7 @@ function statistics(group) {
   return [mean, Math.sqrt(sum(rewards.map(reward => (reward - mean) ** 2)) / (rewards.length - 1))];
 }
 
-function verdictView(verdict) {  // what a function of groups said of all of them: words, and longer texts
+function verdictView(verdict) {  // what a group function reported for the whole group: words and longer texts
   const isShort = ([, text]) => text.length < 60 && !text.includes("\n"), short = verdict.filter(isShort);
   return [
     ...short.length ? [el("p", {}, el("b", {}, "The group's verdict: "),
@@ -174,7 +174,7 @@ const ADVANTAGES = {
   dr_grpo: "Advantage = reward − mean.",
   papo: "Answer and reasoning are normalised separately (PAPO).",
   vppo: "The steps before the first wrong one earn something, too (VPPO).",
-  terms: "Each component of the reward is normalised within its group, then the sum of all.",
+  terms: "Each reward component is normalised within its group, and the weighted sum over the step.",
   steps: "Each paragraph adds its own and the later paragraphs' normalised scores to the reward's advantage."};
 
 function groupView(run, group, chosen) {
@@ -211,8 +211,8 @@ function advantageWords(run, group, sample) {
 
 function sampleView(run, group, chosen, isOpen) {
   const sample = group.samples[chosen], {genrm_status: asked, genrm_error: error} = sample.info;
-  let silence = `The critique was not kept: --reward-kwargs '{"keep_critique": true}' keeps it.`;
-  if (!asked || asked === "skipped") silence = "No judge was asked.";
+  let silence = `The critique was not stored; pass --reward-kwargs '{"keep_critique": true}' to store it.`;
+  if (!asked || asked === "skipped") silence = "No judge was queried.";
   if (Object.keys(group.verdict).length) silence = "The group's verdict is above.";
   const isSilent = asked === undefined && !error && !sample.critique && !Object.keys(group.verdict).length;
   const isInside = sample.critique && sample.judge != null && sample.judge in sample.paragraphs;
@@ -239,7 +239,7 @@ function sampleView(run, group, chosen, isOpen) {
   ];
 }
 
-// ---- Before and after: the same held-out problem at the start, in the middle and at the end
+// ---- Before and after: the same held-out problem at the start, in the middle and at the end of training
 const idOf = group => `${group.source}: ${group.prompt}`;
 const EVALUATED = RUNS.map(run => {
   const groups = run.groups.filter(group => group.split === "val");
