@@ -626,7 +626,7 @@ async def chat(
                 pause = min(8.0, 2 * pause)
             return *shared.answer, None
     except TimeoutError:
-        return "timeout", f"no answer from {address} within {timeout_s:g} s (last error: {failure})", 0
+        return "timeout", f"no response from {address} within {timeout_s:g} s (last error: {failure})", 0
 
 
 def _is_retryable(error):

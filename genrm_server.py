@@ -129,8 +129,8 @@ def choose_device() -> str:
 # ---- all servers of one model
 
 WATCH_EVERY = 0.5  # seconds between two health checks of a server
-HEALTH_TIMEOUT = 2.0  # time limit for an answer of /health, in seconds
-HANG_SECONDS = 180.0  # A server that does not answer /health for this long is killed and restarted.
+HEALTH_TIMEOUT = 2.0  # time limit for a response from /health, in seconds
+HANG_SECONDS = 180.0  # A server whose /health does not respond for this long is killed and restarted.
 MAX_DEATHS = 5  # The service gives up on a server after this many deaths in a row before it is ready.
 RESTART_DELAY = 1.0  # seconds before a restart; doubled for each failed start in a row, up to 60 seconds
 CONTROL_TIMEOUT = 600.0  # seconds; a control call may load weights or wait for running requests
@@ -141,7 +141,7 @@ GPU_START_LOCKS = defaultdict(threading.Lock)
 
 
 def request(method: str, url: str, body: dict | None = None, api_key: str = "", timeout=5.0):
-    """Send a small HTTP request and return (status, text), or (0, error) if there is no answer.
+    """Send a small HTTP request and return (status, text), or (0, error) if there is no response.
 
     Hundreds of servers are checked twice a second, and HTTP libraries with sessions are four times slower.
     """

@@ -485,7 +485,7 @@ class RewardLoopManager:
         try:
             await worker.actor.submit.remote(batch)
         except self._ray.exceptions.RayActorError:  # The worker died, or Ray lost the call.
-            worker.ready = False  # _collect_from sets this to True when the worker answers again.
+            worker.ready = False  # _collect_from sets this to True when the worker responds again.
             self._requeue(worker, list(batch))
 
     async def _collect_from(self, worker):

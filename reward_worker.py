@@ -41,7 +41,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 STDLIB = sysconfig.get_paths()["stdlib"]
 GATHER_S = 0.01  # A worker gathers results for this many seconds to send fewer messages.
-HEARTBEAT = 100  # After this many periods of GATHER_S, a worker answers `collect` even without results.
+HEARTBEAT = 100  # After this many periods of GATHER_S, a worker returns from `collect` even without results.
 START_S = 300.0  # Time limit in seconds for loading the function, which is slow on a busy node.
 ISOLATE_AFTER = 2  # A call that was lost this often runs alone in a grading process.
 
@@ -321,7 +321,7 @@ def is_retryable(error: BaseException) -> bool:
 def grading_main(fd: int):
     """Run a grading process, which receives a job and then numbered samples through the pipe `fd`.
 
-    Each answer is one line with the number and JSON: an error or null for the job, a result for a sample.
+    Each response is one line with the number and JSON: an error or null for the job, a result for a sample.
     """
     watched = [os.pidfd_open(pid) for pid in (os.getppid(), os.getpid())]
     # When the worker or this process ends, the child process kills everything that the function started.

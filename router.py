@@ -19,7 +19,7 @@ How the router reacts when a server fails:
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
-No request is sent twice to a living server. A server returns to the rotation when its /health answers again.
+No request is sent twice to a living server. A server returns to the rotation when its /health responds again.
 If a client disconnects, the server stops working on the request. Requests with the same X-Session-Id header
 go to the same server while it is healthy, regardless of --policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
@@ -72,7 +72,7 @@ class Config:
     unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
     health_interval: float = 5.0  # Time between health checks, in seconds. A status below 500 is healthy.
     # Maximum time, in seconds, that a request waits for a healthy server, or for its turn to be retried after
-    # its server died (one such retry per second). 0: answer 503 immediately and retry without pauses, so that
+    # its server died (one such retry per second). 0: return 503 immediately and retry without pauses, so that
     # harmless requests may be rejected along with a request that kills servers.
     queue_timeout: float = 180.0
     request_timeout: float = 3600.0  # Time limit for a request and its retries, in seconds. Then: status 504.
@@ -123,9 +123,9 @@ def warn_if_open(host: str, api_key: str, say) -> None:
 
 FAILED = {500, 502, 503, 504}
 NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router ran out of file descriptors.
-BUFFERED = 1 << 20  # bytes; a longer answer, or one of unknown length, is streamed and cannot be retried
+BUFFERED = 1 << 20  # bytes; a longer response, or one of unknown length, is streamed without retries
 CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then another server is tried
-HEALTH_TIMEOUT = 10  # time limit for /health, in seconds; busy servers answer slowly
+HEALTH_TIMEOUT = 10  # time limit for /health, in seconds; busy servers respond slowly
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes these headers itself.
@@ -144,7 +144,7 @@ class Worker:
     polls_failed: int = 0  # number of consecutive health checks that failed
     is_silent: bool = False  # whether the last health check timed out
     requests: int = 0
-    failures: int = 0  # number of attempts that got no answer or a status in FAILED
+    failures: int = 0  # number of attempts that got no response or a status in FAILED
     retries: int = 0  # number of requests that came here after another server had failed
     seconds: float = 0.0  # total duration of all attempts
 
@@ -180,7 +180,7 @@ def error_text(error: Exception) -> str:
 class Connector(aiohttp.TCPConnector):
     """A connector that discards connections with unread bytes.
 
-    Such bytes, e.g. a late 408 for an idle connection, would be taken for the answer to the next request.
+    Such bytes, e.g. a late 408 for an idle connection, would be taken for the response to the next request.
     """
 
     async def connect(self, *arguments, **options):
@@ -299,8 +299,8 @@ class Router:
         """Answer any request. Errors from /generate are returned as plain text."""
         response = await self.respond(request)
         if response.status >= 400 and request.path == "/generate":
-            # Functions written for SGLang read keys of the answer without checking its status. They could
-            # mistake a dict with an error for an answer, whereas a string makes them fail.
+            # Functions written for SGLang read keys of the response without checking its status. They could
+            # mistake a dict with an error for a result, whereas a string makes them fail.
             response.text = json.dumps(response.body.decode("utf-8", "replace"))
             response.headers.pop("Content-Encoding", None)
             response.content_type = "text/plain"
@@ -397,7 +397,7 @@ class Router:
         return headers
 
     async def forward(self, request, body: bytes) -> web.StreamResponse:
-        """Send the request to one server after another until a server answers."""
+        """Send the request to one server after another until a server responds."""
         config = self.config
         deadline = time.monotonic() + config.request_timeout
         headers = self.headers_for_servers(request)
@@ -437,7 +437,7 @@ class Router:
             # servers that hang. The clocks of asyncio and `time` differ slightly.
             if ended >= deadline - 0.01:
                 limit = f"{config.request_timeout:g} s; start router.py with a higher --request-timeout"
-                return error_response(504, f"no answer within {limit}")
+                return error_response(504, f"no response within {limit}")
             attempts += 1
             worker.failures += 1
             if timed_out and worker.is_silent:
@@ -466,7 +466,7 @@ class Router:
         return response
 
     async def send(self, worker: Worker, request, headers, body: bytes, deadline: float):
-        """Send the request to a server and return the answer. A long answer is streamed to the client.
+        """Send the request to a server and return the response. A long response is streamed to the client.
 
         Raises aiohttp.ClientError and OSError.
         """
@@ -521,7 +521,7 @@ class Generate:
     """A middleware for vLLM's server that answers SGLang's POST /generate by calling /v1/completions.
 
     The request is {"text" or "input_ids": one prompt or a list, "sampling_params": {"max_new_tokens": 128,
-    ...}}. The answer is {"text", "output_ids", "meta_info"}, or a list of answers for a list of prompts.
+    ...}}. The response is {"text", "output_ids", "meta_info"}, or a list of these for a list of prompts.
     Errors of /v1/completions are returned unchanged. Not covered: streaming.
     """
 
@@ -571,7 +571,7 @@ def completion_request(body: bytes) -> dict:
 
 
 def sglang_answers(completion: dict) -> list[dict]:
-    """Translate an answer of /v1/completions into SGLang answers, one for each choice."""
+    """Translate a response of /v1/completions into SGLang responses, one for each choice."""
     answers = []
     for choice in completion["choices"]:
         answer = {

@@ -47,11 +47,11 @@ class Config(RewardOptions):
 
 
 async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
-    """Ask the server at each address for its model. Return {name: model, or None if there is no answer}."""
+    """Ask the server at each address for its model. Return {name: model, or None if there is no response}."""
     models = {}
     for name, address in addresses.items():
         models[name] = None
-        with contextlib.suppress(Exception):  # The server does not answer or lists no models.
+        with contextlib.suppress(Exception):  # The server does not respond or lists no models.
             card = await compute_score.served_model(address)
             models[name] = f"{card['id']} {card.get('root')}"  # Models with the same id differ in their root.
     await compute_score.close_session()

@@ -55,7 +55,7 @@ LAYERS = 2  # With a few wide layers, communication takes more of an update than
 PACKS = 4  # number of packs in which rank 0 sends the weights to the other hosts
 ROUNDS = 5  # repetitions of the measurements after the run
 SEEDS = 100  # number of simulated steps
-HANDED = "to the ranks: made-up samples"
+HANDED = "made-up samples to the ranks"
 PACKED = f"weights, in {PACKS} packs to three other hosts"
 CPUS = {"h1": 0, "h2": 4, "h3": 4, "h4": 4}
 
@@ -397,8 +397,8 @@ def compare(config: Config, folder: Path) -> None:
         limit_links(config.link)
         link = link_rate(on, config, folder)
         fabric = of_two(on, "exchange", folder)
-        print(f"\nlink {link / 1e6:.2f} MB/s, collectives {fabric / 1e6:.2f} MB/s out of a host")
-        print(f"update {speed:.0f} tokens/s of a rank, weights {size / 1e6:.1f} MB\n", flush=True)
+        print(f"\nlink {link / 1e6:.2f} MB/s, collectives {fabric / 1e6:.2f} MB/s per host")
+        print(f"update {speed:.0f} tokens/s per rank, weights {size / 1e6:.1f} MB\n", flush=True)
         run = on("h1", *this_script("train", folder), log=folder / "run.log")
         assert run.wait() == 0, (folder / "run.log").read_text()
     shown(predicted(config, simulated(config, link, fabric, speed, size)), measured(folder))

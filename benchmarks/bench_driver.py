@@ -107,9 +107,9 @@ def measure_answers(config: Config, tokenizer, ids: list[int], folder: Path) -> 
     finally:
         played.kill()
         played.wait()
-    row(f"an answer of {len(text) // 1000} kB, read by rollout_vllm", config, config.answers, seconds)
+    row(f"read a response of {len(text) // 1000} kB with rollout_vllm", config, config.answers, seconds)
     seconds = cpu_of(config.rounds, lambda: [json.loads(text) for _ in range(config.answers)])
-    row("(json.loads of such an answer alone)", config, config.answers, seconds)
+    row("(for comparison: read it with json.loads)", config, config.answers, seconds)
 
 
 def row(name: str, config: Config, samples: int, seconds: float) -> None:
@@ -144,7 +144,7 @@ def measure_step(config: Config, samples: int, ids: list[int], decode) -> None:
     def timed(name, function):
         row(name, config, samples, cpu_of(config.rounds, function))
 
-    timed("rewards' metrics", lambda: reward_metrics(flat))
+    timed("reward metrics", lambda: reward_metrics(flat))
     timed("advantages", lambda: algorithm.set_advantages(groups, options, decode, False, False))
     timed("mini-batches", lambda: policy.mini_batches(groups, options))
     timed("entropy", lambda: policy.entropy_of(groups))
@@ -155,7 +155,7 @@ def measure_step(config: Config, samples: int, ids: list[int], decode) -> None:
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     print(machine())
-    print("\n| | samples | ms a sample | M tokens/s |\n| --- | ---: | ---: | ---: |")
+    print("\n| | samples | ms per sample | M tokens/s |\n| --- | ---: | ---: | ---: |")
     tokenizer = tokenizer_of()
     rng = random.Random(0)
     ids = [rng.randrange(300, tokenizer.get_vocab_size()) for _ in range(config.length)]
@@ -163,7 +163,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     measure_answers(config, tokenizer, ids, folder)
     seconds = cpu_of(config.rounds, lambda: [tokenizer.decode(ids) for _ in range(config.answers)])
-    row("its text", config, config.answers, seconds)
+    row("decode its text", config, config.answers, seconds)
     for samples in (config.samples, 8 * config.samples):
         measure_step(config, samples, ids, tokenizer.decode)
 

@@ -64,7 +64,7 @@ def measure_samples(config: Config) -> None:
     everything = sum((batch.samples for batch in batches), [])
     million = 1e-6 * sum(sample.length for sample in everything)
     print(f"\n{config.samples} samples, {million:.1f} M tokens\n")
-    print("| ranks | | trainer: CPU s per M tokens of the step | each rank |")
+    print("| ranks | | trainer: CPU s per M tokens of the step | rank: CPU s per M tokens of the step |")
     print("| ---: | --- | ---: | ---: |")
     for ranks in config.ranks:
         sent = cpu_of(config.rounds, lambda: pickle.dumps(everything, 5))

@@ -384,7 +384,7 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
         f"{config.rounds} rounds of {job['steps']} steps, {job['threads']} threads\n"
     )
     print(
-        "| | generation s | scoring s | update s | whole step s (each round) | best step s | CPU s | "
+        "| | generation s | scoring s | update s | step s (median of each round) | best step s | CPU s | "
         "tokens/s |"
     )
     print("| --- " + "| ---: " * 7 + "|")
@@ -410,7 +410,7 @@ def compare(title: str, job: dict, config: Config, with_trl: bool) -> bool:
     ours = in_child(job | {"kind": "check", "first": first})
     lengths = [len(response) for response in first["responses"]]
     span = f"{min(lengths)} to {max(lengths)}"
-    print(f"\nThe same {len(lengths)} samples of {span} tokens, the same weights:\n")
+    print(f"\nLoss on the same {len(lengths)} samples of {span} tokens with the same weights:\n")
     print("| | grpo_trainer.py | TRL | relative difference |\n| --- | ---: | ---: | ---: |")
     differences = []
     for name, value in ours.items():
@@ -475,7 +475,7 @@ def compare_memory(threads: int) -> None:
         needed = tokens * 151_936 * 4 * 3.3 / 2**20  # three copies of the logits, and some room
         if plain and needed > free:
             tokens = int(tokens * free / needed)
-            name += " (fewer tokens: memory is short)"
+            name += " (fewer tokens, to fit into memory)"
         found = in_child({"kind": "memory", "plain": plain, "tokens": tokens, "threads": threads})
         print(
             f"| {name} | {tokens:,} | {found['above']:,.0f} | {found['before']:,.0f} | "

@@ -94,11 +94,11 @@ def main() -> None:
             for way in "10":
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = way
                 found.setdefault((number, way), []).append(measure(config, number))
-    print("| servers | the model's process | start s | CPU s | RSS GB | tokens/s (lowest, highest start) |")
+    print("| servers | model runs in | start s | CPU s | RSS GB | tokens/s (minimum and maximum) |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for (number, way), rows in found.items():
         seconds, cpu, memory, speeds = zip(*rows)
-        median, process = statistics.median, "its own" if way == "1" else "the engine's"
+        median, process = statistics.median, "a separate process" if way == "1" else "the engine"
         start = f"{median(seconds):.0f} | {median(cpu):.0f} | {median(memory):.1f}"
         speed = f"{median(speeds):,.0f} ({min(speeds):,.0f}, {max(speeds):,.0f})"
         print(f"| {number} | {process} | {start} | {speed} |")

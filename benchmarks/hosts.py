@@ -51,7 +51,7 @@ def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
         PermissionError: This user may not make network namespaces.
     """
     if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
-        raise PermissionError("no right to make network namespaces here (root and `ip` are needed)")
+        raise PermissionError("cannot create network namespaces; run as root, with `ip` installed")
     try:
         make_links()
         started = []

@@ -123,7 +123,7 @@ def main() -> None:
     apart = distance(ours, theirs) / distance(ours, initial)
     print(f"\nThe final weights differ by {apart:.1e} of the distance from the initial weights.")
     if not apart <= TOLERANCE:
-        raise SystemExit(f"error: this fraction is above {TOLERANCE:g}")
+        raise SystemExit(f"error: this fraction exceeds {TOLERANCE:g}")
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
 
     async def hang(request):
         asked.append(request)
-        error = {"message": "no answer within --request-timeout 3600"}
+        error = {"message": "no response within --request-timeout 3600"}
         return web.json_response({"error": error}, status=504)
 
     async def ask():

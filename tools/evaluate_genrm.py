@@ -182,7 +182,7 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 async def chat_settings(config: Config) -> dict:
-    """Return the settings for `scores.chat`. Raises ValueError, or OSError if no judge answers."""
+    """Return the settings for `scores.chat`. Raises ValueError, or OSError if no judge responds."""
     chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     model = config.model
     try:
