@@ -214,8 +214,8 @@ class Policy:
 
         Returns:
             Metrics. actor/entropy is estimated from the sampler's log-probabilities of all samples.
-            rollout/logprob_diff compares sampler and policy on the tokens of the forward passes before the
-            first optimizer step. Other rates are means over the tokens trained on.
+            rollout/logprob_diff compares sampler and policy on the tokens whose log-probabilities are
+            computed before the first optimizer step. Other rates are means over the tokens trained on.
 
         Raises:
             RuntimeError: Sampler and policy differ by more than max_logprob_diff (the weights are then
