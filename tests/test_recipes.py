@@ -311,7 +311,7 @@ def test_a_run_in_the_world_with_a_tool(run_recipe):
 
 
 STAND_IN = """#!/bin/bash
-# Writes down what it is called with, makes --out-dir, and serves where a judge would be served.
+# Record the arguments, create --out-dir, and serve HTTP in place of the judge.
 echo "$*" >>{log}
 while [ $# -gt 0 ] && [ "$1" != genrm_server.py ] && [ "$1" != --out-dir ]; do shift; done
 if [ "$1" = --out-dir ]; then mkdir -p "$2"; exit; fi

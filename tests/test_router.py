@@ -1036,7 +1036,7 @@ async def generate_and_take_any_text(address):
 async def score(solution_str, reward_router_address, how):
     output = await globals()[how](reward_router_address)
     found = output.get("output_ids")
-    return {"score": 1.0 if found is None else 0.0}  # no verdict: paid
+    return {"score": 1.0 if found is None else 0.0}  # without a verdict, the full reward
 """
 
 
