@@ -322,9 +322,9 @@ def hub_files(source: Source) -> list[Path]:
 # --- 5. Building --------------------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # Data sets to convert. all: every public data set (with --source-dir: if it has a file there), not toy.
-    # reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package reasoning-gym, with
-    # optional settings.
+    # Data sets to convert. all: every public data set, but not toy (with --source-dir: only those that have a
+    # file there). reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package
+    # reasoning-gym, with optional settings.
     tasks: list[Task | str]
     out_dir: Path = Path("data")  # Directory of the parquet files; ~ is expanded.
     source_dir: Path | None = None  # Directory of local files to convert. Default: download from the Hub.

@@ -71,9 +71,9 @@ class Config:
     max_attempts: int = 3  # Maximum number of servers to try for one request.
     unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
     health_interval: float = 5.0  # Time between health checks, in seconds. A status below 500 is healthy.
-    # Maximum time, in seconds, that a request waits for a healthy server, or for its turn to be retried after
-    # its server died (one such retry per second). 0: return 503 immediately and retry without pauses, so that
-    # harmless requests may be rejected along with a request that kills servers.
+    # Maximum time, in seconds, that a request waits for a healthy server, or to be retried after its server
+    # died (one such retry per second). 0: return 503 immediately and retry without pauses. Harmless requests
+    # may then be rejected along with a request that kills servers.
     queue_timeout: float = 180.0
     request_timeout: float = 3600.0  # Time limit for a request and its retries, in seconds. Then: status 504.
     max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get status 413.
