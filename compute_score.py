@@ -496,34 +496,41 @@ def _shared_answer(loop, request):
     return _SharedAnswer()
 
 
-_sessions = {}  # event loop -> aiohttp session
+_sessions = {}  # event loop -> (aiohttp session, generator that closes it)
+
+
+async def _open_session():
+    """Yield a session. asyncio.run closes it, because it ends all generators of its event loop."""
+    headers = {}
+    # A judge on another machine may require a key. The key comes from the environment to keep it out of
+    # configs and logs. `strip` removes the newline at the end of a key file.
+    key = os.environ.get("ROUTER_API_KEY", "").strip()
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=1024),  # The default of 100 is too low for judges.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # `chat` sets the total limit.
+        headers=headers,
+    ) as session:
+        yield session
 
 
 async def _session():
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
-        headers = {}
-        # A judge on another machine may require a key. The key comes from the environment to keep it out of
-        # configs and logs. `strip` removes the newline at the end of a key file.
-        key = os.environ.get("ROUTER_API_KEY", "").strip()
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        _sessions[loop] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=1024),  # The default of 100 is too low for judges.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # `chat` sets the total limit.
-            headers=headers,
-        )
+        generator = _open_session()
+        _sessions[loop] = await anext(generator), generator
         for other in list(_sessions):
             if other.is_closed():  # A function that calls asyncio.run for each sample leaves closed loops.
                 await close_session(other)
-    return _sessions[loop]
+    return _sessions[loop][0]
 
 
 async def close_session(loop=None) -> None:
-    """Close this event loop's session. Call this function before the loop ends."""
-    session = _sessions.pop(loop or asyncio.get_running_loop(), None)
-    if session:
-        await session.close()
+    """Close this event loop's session now, and not when the loop ends."""
+    _, generator = _sessions.pop(loop or asyncio.get_running_loop(), (None, None))
+    if generator:
+        await generator.aclose()
 
 
 class ReplyError(Exception):

@@ -54,7 +54,6 @@ async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
         with contextlib.suppress(Exception):  # The server does not respond or lists no models.
             card = await compute_score.served_model(address)
             models[name] = f"{card['id']} {card.get('root')}"  # Models with the same id differ in their root.
-    await compute_score.close_session()
     return models
 
 

@@ -372,6 +372,7 @@ class Rollouts:
             # If a task of a rollout function calls sys.exit(), only that task may end.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())  # closes the judge's HTTP session
         self.loop.close()  # This also shuts the threads down.
 
     def close(self):

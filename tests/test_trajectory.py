@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
 import random
 import re
 import signal
@@ -1347,6 +1348,28 @@ def test_the_look_up_of_the_page(tmp_path, tokenizer):
     assert [turn["text"] for turn in unclear.turns] == ["?", "unknown", "7"] and not unclear.failure
     reward = load(f"{tmp_path}/look_up.py:reward")
     assert reward("toy", "7", "7", sample.info) == pytest.approx(0.8)
+
+
+def test_a_function_that_asks_the_judge_leaves_no_session_open(tmp_path, tokenizer):
+    """Its warnings would be the last that a run prints."""
+    script = """
+import sys
+import compute_score
+from test_trajectory import *
+
+async def asks(trajectory):
+    trajectory.info["id"] = (await compute_score.served_model(sys.argv[1]))["id"]
+    await trajectory.generate()
+
+tokenizer = warm_start.build_tokenizer(["7"])
+sample = with_servers(plays(tokenizer, "7"), asks, tokenizer, {1})
+print(sample.info["id"])
+"""
+    with server(None) as judge:
+        command = [sys.executable, "-c", script, judge]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        told = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert told.stdout == "a-model\n" and "Unclosed" not in told.stderr, told
 
 
 def test_the_second_turn_of_the_page(tmp_path, tokenizer):

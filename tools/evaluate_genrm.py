@@ -190,8 +190,6 @@ async def chat_settings(config: Config) -> dict:
     except Exception as error:  # The address may belong to another kind of server.
         raise OSError(f"--router-address {config.router_address}: cannot get the model name "
                       f"({error!r}); check that the judge is running, or pass --model") from error
-    finally:
-        await scores.close_session()
     return {
         "model": model,
         "temperature": config.temperature,
