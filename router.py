@@ -245,7 +245,8 @@ class Router:
             await self.poll_all()
 
     async def poll_all(self) -> None:
-        await asyncio.gather(*map(self.poll, self.workers.values()))
+        # A removed server is checked as long as it has requests, which may hang.
+        await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits}))
 
     async def get_health(self, worker: Worker) -> tuple[bool, str]:
         """Query /health of a server. Return whether the server is healthy, and why."""
@@ -497,6 +498,8 @@ class Router:
             raise asyncio.CancelledError from error  # This closes the client's connection.
         finally:
             self.time_limits[worker].discard(limit)
+            if not self.time_limits[worker]:
+                del self.time_limits[worker]
             worker.in_flight -= 1
             worker.seconds += time.monotonic() - begun
 

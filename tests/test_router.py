@@ -485,6 +485,23 @@ async def test_why_a_server_never_came_is_told(capfd):
 
 
 @in_a_loop
+async def test_requests_of_a_removed_server_that_falls_silent_go_to_others(monkeypatch):
+    """As when a node loses its network: its service removes the server, and no connection ends."""
+    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
+    async with Upstream(hang) as gone, Upstream() as up, Running(gone, health_interval=0.05) as it:
+        asked = asyncio.create_task(it.ask("POST", "/x", data=b"1"))
+        await until(lambda: gone.seen)
+        assert (await it.ask("POST", "/workers", json={"url": up.url}))[0] == 200
+        assert (await it.ask("DELETE", f"/workers?url={gone.url}"))[0] == 200
+        await asyncio.sleep(0.3)
+        assert not asked.done()  # as long as the removed server is healthy
+        gone.health = 0
+        async with asyncio.timeout(10):
+            assert (await asked)[:2] == (200, up.url.encode())
+        assert not it.router.time_limits
+
+
+@in_a_loop
 async def test_a_hanging_server_leaves_by_its_health(monkeypatch):
     monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
 
