@@ -22,7 +22,6 @@ Not covered: a critic model, prompts with images.
 
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -45,7 +44,7 @@ from algorithm import set_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import batch_metrics, no_verdict_rate, validation_metrics
+from run_folder import batch_metrics, no_verdict_rate, one_line_errors, validation_metrics
 
 # ---- the algorithm
 
@@ -339,19 +338,13 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
 
 
 def main(config: Config) -> None:
-    try:
+    with one_line_errors():
         models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
         if all(Path(name).is_dir() for name in models):  # Local models need no hub.
             os.environ["HF_HUB_OFFLINE"] = "1"  # Child processes read this variable.
             huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
         print(f"done: {target or 'dry run'}")
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        # 1: the run had to stop. 2: the input is wrong, or the machine has failed.
-        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error
 
 
 if __name__ == "__main__":

@@ -616,3 +616,23 @@ def no_verdict_rate(results, at_least: int = 1) -> float:
         elif not judged or judged != "skipped" and info.get("acc") is not False:
             needed += 1
     return missing / max(needed, at_least)
+
+
+# ---- the end of a script
+
+
+@contextlib.contextmanager
+def one_line_errors(if_interrupted: str = ""):
+    """End the script with a one-line message and an exit code if this context fails or is interrupted.
+
+    The code is 2 if the input is invalid or the machine has failed, 1 if the run had to stop, and 130 after
+    Ctrl-C, for which the message is `if_interrupted`.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(if_interrupted)
+        raise SystemExit(130) from None
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ import pyarrow.parquet as pq
 import compute_score
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
-from run_folder import averages, no_verdict_rate
+from run_folder import averages, no_verdict_rate, one_line_errors
 from settings import parse_command_line
 
 COLUMNS = {
@@ -209,16 +208,9 @@ def run(config: Config):
 
 
 def main() -> None:
-    """Parse the command line and run. The exit code is 2 for invalid input, and 1 if the run had to stop."""
     config = parse_command_line(Config, description=__doc__.partition("Needs")[0])
-    try:
+    with one_line_errors("interrupted; pass --resume to continue\n"):
         run(config)
-    except KeyboardInterrupt:
-        print("interrupted; pass --resume to continue", file=sys.stderr)
-        raise SystemExit(130) from None
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
 
 
 if __name__ == "__main__":

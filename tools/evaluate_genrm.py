@@ -39,6 +39,7 @@ import compute_score as scores
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, json_object
 from reward_worker import fingerprints
+from run_folder import one_line_errors
 from score_file import score_the_rest, scored_before, served_models
 
 
@@ -237,15 +238,9 @@ def names_of(row: dict, n: int) -> list[str]:
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__, config=[tyro.conf.DisallowNone])
-    try:
+    with one_line_errors("interrupted; run the same command again to resume\n"):
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         pq.write_table(pa.Table.from_pylist(judged), config.out)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        sys.exit(130)
     text = report(judged)
     print(text)
     sys.exit("INCOMPLETE" in text)

@@ -10,13 +10,12 @@ Needs run_folder.py.
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from run_folder import add_end_tokens
+from run_folder import add_end_tokens, one_line_errors
 
 
 @dataclass
@@ -58,11 +57,8 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
 def main() -> None:
     about = __doc__.partition("Needs ")[0]
     config = tyro.cli(Config, description=about, config=[tyro.conf.PositionalMetavarFromFieldName])
-    try:
+    with one_line_errors():
         merge(**vars(config))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import dataclasses
 import math
 import os
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -49,6 +48,7 @@ from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
 from cluster.placement import Reservation, layout, process_specs
 from policy import TOKENS_PER_PASS
 from run import Run
+from run_folder import one_line_errors
 
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by default
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
@@ -336,16 +336,13 @@ def gpu_memory(config) -> float:
 
 
 def main(config: Config) -> None:
-    try:
+    with one_line_errors():
         run = Run(config)
         started = not config.gpus and reward_loop.connect_ray()
         gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
         print(report(config.resolved(gpus), len(run.train_rows)))
         if started:
             ray.shutdown()
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import tyro
 
-from run_folder import read_lines
+from run_folder import one_line_errors, read_lines
 from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
@@ -271,18 +270,13 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
 
 def main() -> None:
     config = tyro.cli(Config, description=__doc__.partition("Needs ")[0], config=[tyro.conf.DisallowNone])
-    try:
+    with one_line_errors():
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:
                 print(f"page: http://127.0.0.1:{server.server_port}/ (press Ctrl-C to stop)", flush=True)
                 server.serve_forever()
         out = write_page(config.folders, config.out, config.max_mb)
         print(f"page: {out} ({1e-6 * out.stat().st_size:.1f} MB)")
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ docs/make_evidence.py summarises many runs, and tools/view_run.py shows every me
 imports run_folder.py.
 """
 
-import sys
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
 import tyro
 
-from run_folder import has_evaluation, read_lines
+from run_folder import has_evaluation, one_line_errors, read_lines
 
 RUNS = {"outcome reward only": "baseline", "FAPO": "fapo"}
 COLUMNS = {
@@ -118,17 +117,14 @@ def report(runs: Path, so_far: bool = False) -> str:
 
 
 def main() -> None:
-    try:
-        config = tyro.cli(Config, description=__doc__.partition("docs/make_evidence.py")[0])
+    config = tyro.cli(Config, description=__doc__.partition("docs/make_evidence.py")[0])
+    with one_line_errors():
         if (config.runs[0] / "metrics.jsonl").is_file():
             runs = {str(run): read_metrics(run, config.so_far) for run in config.runs}
             print(policy_table(runs, COLUMNS | {"all sums right": "toy/sums_right"}))
         else:
             for folder in config.runs:
                 print(report(folder, config.so_far))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":
