@@ -6,7 +6,7 @@ OUT is a Hugging Face folder with the data type of the base model. CHECKPOINT/ad
 base model; pass --model if it has moved. Merging needs 4 bytes of memory per weight. A LoRA run merges its
 last checkpoint automatically.
 
-Needs run_folder.py.
+Needs run_folder.py and causal_lm.py.
 """
 
 import json
@@ -35,18 +35,17 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`."""
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
+
+    from causal_lm import load_causal_lm
 
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     base = model or settings["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)
     stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
     # The sum is computed in float32 and then rounded, as on the policy servers.
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **remote)
+    whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
     whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
-    if max_positions:
-        whole.config.max_position_embeddings = max_positions
-    whole.generation_config.do_sample = True  # Otherwise transformers rejects temperatures.
     whole.to(stored).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **remote)
     tokenizer.save_pretrained(out)
