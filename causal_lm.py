@@ -149,7 +149,9 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
     states = None
     with precision(device):
         if speedups:
-            states = speedups.shared_states(model, backbone(model), sequences, counts, padded, mask_of)
+            states = speedups.shared_states(
+                model, backbone(model), sequences, counts, distinct_prompts, padded, mask_of
+            )
         if states is None:
             states = response_states(model, sequences, counts, device)
     output, hidden_N_H, targets_N = states
@@ -383,18 +385,18 @@ def merged_weights(model):
 # ---- padding
 
 
-def left_padded(prompts, device):
-    """Pad the distinct prompts on the left, so that all of them end in the same column.
+def distinct_prompts(prompts, device, side="right"):
+    """Pad the distinct prompts on one side.
 
     Returns:
-        The row of each prompt among the distinct prompts, and the token ids, the attention mask and the
-        positions of the distinct prompts.
+        The row of each prompt among the distinct prompts, and the token ids and the mask of these rows.
     """
     rows = {}
     row_of_prompt = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
-    ids = padded(rows, device, torch.long, "left")
-    attended = mask_of(list(map(len, rows)), device).flip(1).long()
-    return torch.tensor(row_of_prompt, device=device), ids, attended, (attended.cumsum(1) - 1).clamp(min=0)
+    mask = mask_of(list(map(len, rows)), device)
+    if side == "left":
+        mask = mask.flip(1)
+    return torch.tensor(row_of_prompt, device=device), padded(rows, device, torch.long, side), mask
 
 
 def mask_of(lengths, device):

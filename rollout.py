@@ -30,7 +30,7 @@ import msgspec
 import torch
 from transformers import TopPLogitsWarper
 
-from causal_lm import left_padded, next_logits, precision
+from causal_lm import distinct_prompts, next_logits, precision
 from policy import Policy, Sample
 
 # ---- in this process
@@ -77,7 +77,9 @@ def generate_batch(
     """
     device = stop_ids.device
     prompts = [sample.prompt_ids for sample in samples]
-    prompt_of_row, ids, attended, positions = left_padded(prompts, device)
+    prompt_of_row, ids, mask = distinct_prompts(prompts, device, "left")  # All prompts end in one column.
+    attended = mask.long()
+    positions = (attended.cumsum(1) - 1).clamp(min=0)
     with precision(device, keep_casts=True):  # One context, so that all tokens reuse the casts.
         logits, cache = next_logits(model, ids, attended, positions)
         cache.reorder_cache(prompt_of_row)

@@ -22,11 +22,11 @@ SHARE_FROM = 0.25
 # ---- in the update
 
 
-def shared_states(model, body, sequences, counts, padded, mask_of):
+def shared_states(model, body, sequences, counts, distinct_prompts, padded, mask_of):
     """Return what causal_lm.response_states returns, but compute each distinct prompt only once.
 
     All responses to a prompt share its keys and values, which receive the gradients of all responses.
-    `padded` and `mask_of` are functions of causal_lm. Returns None if the model cannot share prompts, or if
+    The last three arguments are functions of causal_lm. Returns None if the model cannot share prompts, or if
     sharing would not save time.
     """
     prompts = []
@@ -41,11 +41,10 @@ def shared_states(model, body, sequences, counts, padded, mask_of):
 
     # Prompts are padded on the right, so that every query attends to a key. A query of padding on the left
     # attends to none, which may give NaN gradients on a GPU.
-    rows = {}
-    row_of_prompt = torch.tensor([rows.setdefault(prompt, len(rows)) for prompt in prompts], device=device)
-    in_prompt = mask_of(list(map(len, rows)), device)[row_of_prompt]
+    row_of_prompt, prompt_ids, prompt_mask = distinct_prompts(prompts, device)
+    in_prompt = prompt_mask[row_of_prompt]
     lengths = in_prompt.sum(1, keepdim=True)
-    output = body(input_ids=padded(rows, device, torch.long), **cached)
+    output = body(input_ids=prompt_ids, **cached)
     first = output.last_hidden_state[row_of_prompt[:, None], lengths - 1]  # predicts the first token
     cached["past_key_values"].reorder_cache(row_of_prompt)
 
