@@ -218,9 +218,9 @@ def start_servers(models: dict[str, Config], reservation: Reservation) -> dict[s
     return actors
 
 
-def end_servers(actors: list, own_reservation: Reservation | None) -> None:
-    """End the actors of the servers, and close the reservation if it is only for them."""
-    if ray.is_initialized():
+def end_actors(actors: list, own_reservation: Reservation | None) -> None:
+    """End these actors, and close the reservation if it is only for them."""
+    if ray.is_initialized():  # Otherwise ray.kill would start a new Ray cluster.
         for actor in actors:
             ray.kill(actor)
     if own_reservation:
@@ -277,7 +277,7 @@ class RewardModelManager:
         """End all servers, routers and actors. A second call does nothing."""
         for servers in self.models.values():
             servers.stopping.set()
-        end_servers(self.actors, self.own_reservation)
+        end_actors(self.actors, self.own_reservation)
         for servers in self.models.values():
             servers.shutdown()
         self.actors = []

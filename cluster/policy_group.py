@@ -24,7 +24,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from cluster.placement import RESERVE_TIMEOUT, Reservation, rank_spec
+from cluster.placement import RESERVE_TIMEOUT, Reservation, end_actors, rank_spec
 from cluster.ranks import RankedPolicy, Ranks
 from policy import MiniBatch, RanksLost, Sample, entropy_of, mini_batches
 
@@ -111,12 +111,8 @@ class PolicyGroup:
 
     def shutdown(self) -> None:
         """End all ranks, even if they are waiting in a collective operation."""
-        if ray.is_initialized():  # Otherwise ray.kill would start a new Ray cluster.
-            with contextlib.suppress(ray.exceptions.RayError):
-                for actor in self.actors:
-                    ray.kill(actor)
-                if self.own_reservation:
-                    self.own_reservation.close()
+        with contextlib.suppress(ray.exceptions.RayError):
+            end_actors(self.actors, self.own_reservation)
         self.actors = []
         self.own_reservation = None
 
@@ -135,9 +131,8 @@ class PolicyGroup:
             waiting = calls
             while waiting:
                 (done,), waiting = ray.wait(waiting)
-                try:
-                    ray.get(done)
-                except ray.exceptions.RayError as error:
+                error = exception_of(done)
+                if error:
                     raise self.cause_of(error, waiting) from None
             return ray.get(calls)
 

@@ -12,7 +12,7 @@ import threading
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.placement import Reservation, end_servers, server_spec, start_servers
+from cluster.placement import Reservation, end_actors, server_spec, start_servers
 from genrm_server import Config, ModelServers, ServerSlot
 from policy import RanksLost
 from rollout import PolicyServers, WeightFolder
@@ -87,7 +87,7 @@ class ClusterServers(PolicyServers):
     def shutdown(self):
         if self.service:
             self.service.stopping.set()
-        end_servers(self.actors, self.own_reservation)
+        end_actors(self.actors, self.own_reservation)
         super().shutdown()
         if not ray.is_initialized():
             return
