@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import compute_score
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
-from run_folder import averages, no_verdict_rate, one_line_errors
+from run_folder import averages, no_verdict_rate, one_line_errors, read_lines
 from settings import parse_command_line
 
 COLUMNS = {
@@ -76,15 +76,13 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
     if not resume:
         raise ValueError(f"{partial} is from an interrupted run; pass --resume or delete the file")
     done = {}
-    for number, line in enumerate(partial.read_text(encoding="utf-8").split("\n")):
-        entry = None
-        with contextlib.suppress(ValueError):  # The last line of each start may be truncated.
-            entry = json.loads(line)
+    entries, _ = read_lines(partial)  # Truncated lines are skipped: the last line of each start may be one.
+    for number, entry in enumerate(entries or [None]):
         if number == 0 or isinstance(entry, dict):
             if not is_same_run(entry, header):
                 raise ValueError(f"{partial} belongs to a run with different data, a different judge or a "
                                  "different reward function; delete the file")  # fmt: skip
-        elif entry:
+        else:
             row, result = entry
             done[row] = result
     return {row: result for row, result in done.items() if result["reward_score"] is not None}
