@@ -203,7 +203,7 @@ def page(data: dict) -> str:
 ## What `make demo` does
 
 The script `recipes/toy_demo.sh` trains [two Llama models](../toy/models/README.md) with one million
-parameters each: a policy that often forgets carries, and a judge that misses half of the wrong lines.
+parameters each: a policy that often forgets carries, and a judge that misses half of the flawed solutions.
 
 1. `prepare_data.py` writes the problems and copies the two models.
 2. `grpo_trainer.py` trains the judge with GRPO and, at the same time, a policy with the outcome reward.
@@ -212,8 +212,9 @@ parameters each: a policy that often forgets carries, and a judge that misses ha
 
 `SEED=1 make demo` uses a different seed, and `PORT=31000 make demo` sets the judge's port.
 
-Towards the end, the judge finds only about half of the flawed positives that the oracle counts. The policy
-keeps making the mistakes that the judge misses, such as an error of ten in a sum without a carry (`27-7=10`).
+Towards the end of the FAPO run, the judge finds only about half of the flawed positives that the oracle, an
+exact checker, counts. The policy keeps making the mistakes that the judge misses, such as an error of ten in
+a sum without a carry (`27-7=10`).
 
 ## The prompt
 
@@ -269,7 +270,8 @@ were sound.
 
 Samples {one} and {two} are identical up to `{line}`. Sample {one} continues with `{sound_token}` and sample
 {two} with `{flawed_token}`. The ratio r is a token's current probability divided by its probability before
-the step; an earlier mini-batch has already changed the policy. This mini-batch has N = {N} response tokens,
+the step; an earlier mini-batch has already changed the policy. The mini-batch of these samples has N = {N}
+response tokens,
 and `compute_policy_loss` returns:
 
 {loss_table}

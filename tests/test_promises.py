@@ -94,7 +94,7 @@ KEPT_BY = {
         "test_trajectory.test_what_a_function_leaves_running_changes_nothing_that_is_scored",
         "test_trajectory.test_a_failed_rollout_leaves_its_group",
     ),
-    "With `--rollout hf`, a trajectory depends only on its seed, however long its tools take.": (
+    "With `--rollout hf`, the same seed gives the same trajectory, however long its tools take.": (
         "test_trajectory.test_a_run_depends_on_its_seed_alone_however_long_tools_take",
         "test_trajectory.test_each_round_draws_new_random_numbers",
         "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",

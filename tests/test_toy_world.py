@@ -374,7 +374,7 @@ def test_the_second_worlds_shipped_starts_score_as_their_card_says(start):
     rows = [toy_world.policy_row(problem, "toy", "test", i) for i, problem in enumerate(problems)]
     folder = warm_start.SHIPPED / f"own{start}"
     means = answered(folder, rows, toy_world.compute_score_fapo_oracle)
-    card = (warm_start.SHIPPED / "README.md").read_text().split(f"\n| `own{start}`, T=1 | ")[1].split("\n")[0]
+    card = (warm_start.SHIPPED / "README.md").read_text().split(f"\n| `own{start}` | ")[1].split("\n")[0]
     keys = ("acc", "oracle_flawed_positive_rate", "truly_correct", "sums_right")
     for key, told in zip(keys, card.split(" | ")):
         assert means[key] == pytest.approx(float(told), abs=0.12), key
