@@ -384,7 +384,8 @@ def draw_curves(history: list[dict], path: Path) -> None:
     known = {}
     for line in history:
         known |= line
-    figure = Figure(figsize=(15, 7.5), layout="constrained")
+    figure = Figure(figsize=(15, 7.5))
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.07, top=0.95, wspace=0.2, hspace=0.25)
     for axis, (title, keys) in zip(figure.subplots(2, 3).flat, PANELS.items()):
         if title == "accuracy":
             keys = keys + accuracies(known)

@@ -18,6 +18,7 @@ import algorithm
 import grpo_trainer
 import reward_loop
 import reward_worker
+import run_folder
 from policy import Sample
 from settings import PolicyOptions
 from toy import toy_world
@@ -189,7 +190,11 @@ class RewardsHere:
 
 
 def without_ray(monkeypatch):
-    """Compute rewards in the run's own process from now on, which is faster and gives the same results."""
+    """Compute rewards in the run's own process from now on, and draw no curves.
+
+    This is faster, and everything else is the same.
+    """
+    monkeypatch.setattr(run_folder.Log, "plot", lambda self: None)
     monkeypatch.setattr(reward_loop, "connect_ray", lambda: False)
     monkeypatch.setattr(reward_loop, "start_rewards", lambda config, *more, **options: RewardsHere(config))
     monkeypatch.setattr(ray, "cluster_resources", dict)
