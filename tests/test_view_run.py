@@ -1,10 +1,13 @@
 """The page of a run: its data, and its filters, links and views in a real browser."""
 
+import atexit
+import functools
 import html
 import json
 import os
 import platform
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -98,19 +101,62 @@ def data_of(page):
     )
 
 
+class Browser:
+    """One Chromium for all pages, as its start takes a second. It reads from 3 and writes to 4."""
+
+    def __init__(self):
+        command = ["sh", "-c", 'exec 3<&0 4>&1 >/dev/null "$0" "$@"', CHROMIUM, "--headless", "--no-sandbox",
+                   "--disable-gpu", "--remote-debugging-pipe"]  # fmt: skip
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet)
+        self.read, self.asked, self.said = b"", 0, []
+        atexit.register(self.process.kill)
+
+    def hear(self):
+        """The next answer or event."""
+        while b"\0" not in self.read:
+            assert select.select([self.process.stdout], [], [], 120)[0], "the browser says nothing"
+            more = os.read(self.process.stdout.fileno(), 1 << 20)
+            assert more, "the browser has ended"
+            self.read += more
+        text, _, self.read = self.read.partition(b"\0")
+        return json.loads(text)
+
+    def ask(self, method, session=None, **params):
+        self.asked += 1
+        request = {"id": self.asked, "method": method, "params": params}
+        request |= {"sessionId": session} if session else {}
+        self.process.stdin.write(json.dumps(request).encode() + b"\0")
+        self.process.stdin.flush()
+        while (heard := self.hear()).get("id") != self.asked:
+            self.said.append(heard)
+        assert "error" not in heard, heard
+        return heard["result"]
+
+    def html_of(self, address, budget):
+        """As --dump-dom gives it: after so many milliseconds, which pass at once, in a profile of its own."""
+        profile = self.ask("Target.createBrowserContext")["browserContextId"]
+        target = self.ask("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
+        session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.ask("Page.enable", session)
+        self.said.clear()
+        self.ask("Page.navigate", session, url=address)
+        policy = dict(policy="pauseIfNetworkFetchesPending", maxVirtualTimeTaskStarvationCount=9999)
+        self.ask("Emulation.setVirtualTimePolicy", session, budget=budget, **policy)
+        while not any(heard.get("method") == "Emulation.virtualTimeBudgetExpired" for heard in self.said):
+            self.said.append(self.hear())
+        expression = "document.documentElement.outerHTML"
+        text = self.ask("Runtime.evaluate", session, expression=expression)["result"]["value"]
+        self.ask("Target.disposeBrowserContext", browserContextId=profile)
+        return text
+
+
+the_browser = functools.cache(Browser)
+
+
 def dom(page, /, **state):
     """Return the page's HTML after a browser has rendered it in this state."""
-    address = f"{page.as_uri()}#{urllib.parse.urlencode(state)}"
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=2000",
-        "--dump-dom",
-        address,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return the_browser().html_of(f"{page.as_uri()}#{urllib.parse.urlencode(state)}", 2000)
 
 
 def part(text, name):
@@ -681,9 +727,7 @@ def test_a_browser_shows_what_a_run_writes_while_its_page_is_open(served, monkey
         return page
 
     monkeypatch.setattr(view_run, "page_of", page_and_then_more)
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--virtual-time-budget=10000", f"{address}#view=groups"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    text = the_browser().html_of(f"{address}#view=groups", 10000)
     assert len(pages) == 2 and "the second prompt" not in pages[0]
     assert "the second prompt" in part(text, "list")
 

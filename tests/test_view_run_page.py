@@ -3,10 +3,9 @@
 import html
 import json
 import re
-import subprocess
 
 import pytest
-from test_view_run import CAUGHT, CHROMIUM, EVIL, data_of, dom, in_browser, line, part, played, write_run
+from test_view_run import CAUGHT, EVIL, data_of, dom, in_browser, line, part, played, the_browser, write_run
 
 from run_folder import line_of
 from tools import view_run
@@ -566,9 +565,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(everything, tmp_path):
       }};
       phone.srcdoc = source;
     </script>""")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
-    command += ["--dump-dom", frame.as_uri()]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    text = the_browser().html_of(frame.as_uri(), 4000)
     assert re.search("<title>(.*?)</title>", text)[1] == "[true,[]]"
 
 
