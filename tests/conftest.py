@@ -12,8 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The tests start their own Ray, even if a cluster is running on this machine.
 os.environ["RAY_ADDRESS"] = "local"
 
-from toy import warm_start  # This import must follow the settings of the environment.
-
 
 def pytest_collection_modifyitems(items):
     """Run quick tests first, so that mistakes show early.
@@ -35,11 +33,29 @@ def no_ray_is_left():
     assert not (ray and ray.is_initialized()), "a test of this file left its Ray behind"
 
 
+@pytest.fixture(scope="module")
+def one_ray():
+    """Share one Ray cluster among all runs of a file, including those in other processes."""
+    import ray
+
+    import reward_loop
+
+    reward_loop.connect_ray()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        yield
+    ray.shutdown()
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
+    from toy import warm_start  # imported late, because the main process of xdist runs no tests
+
     return warm_start.build_tokenizer(warm_start.tokenizer_corpus(random.Random(0)))
 
 
 @pytest.fixture(scope="session")
 def model(tokenizer):
+    from toy import warm_start
+
     return warm_start.new_model(len(tokenizer), seed=0).eval()

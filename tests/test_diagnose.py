@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 import grpo_trainer
 from policy import Sample
 from prepare_data import Config as DataConfig
@@ -304,6 +305,7 @@ def test_what_lasts_is_not_said_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
     """Every reward is 0 in the toy world. Then run with --max-idle-steps 0 and without tools/."""
     prepare(DataConfig(tasks=["toy"], out_dir=tmp_path))
@@ -316,7 +318,7 @@ def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
 
     def train(name, script, *more):
         command = [sys.executable, *script, *flags.split(), "--out-dir", str(tmp_path / name), *more]
-        return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=300)
+        return forked.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=300)
 
     ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
     assert ran.returncode == 1, ran.stderr

@@ -27,7 +27,6 @@ from tools.evaluate_genrm import (
 )
 from prepare_data import Config as DataConfig
 from prepare_data import prepare
-from reward_loop import connect_ray
 
 REPO = Path(__file__).parent.parent
 
@@ -120,13 +119,6 @@ def answer(request: dict) -> str:
     return ["\\boxed{-1}", "so \\boxed{1}", "\\boxed{2}", "\\boxed{-1}", "\\boxed{2}", "I do not know"][
         problem_of(request)
     ]
-
-
-@pytest.fixture(scope="module")
-def one_ray():
-    """Share one Ray cluster among all runs in this file."""
-    yield connect_ray()
-    ray.shutdown()
 
 
 def run(judge: Judge, config: Config) -> list[dict]:

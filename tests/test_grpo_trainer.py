@@ -26,6 +26,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import algorithm
+import forked
 import grpo_trainer
 import reward_loop
 import run_folder
@@ -129,8 +130,13 @@ def workshop(tmp_path_factory, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows[:6]), folder / "val.parquet")
     (folder / "reward.py").write_text(REWARD)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.Log, "plot", lambda self: None)  # takes half a second
+        yield folder
     ray.shutdown()
+
+
+DRAWS_CURVES = run_folder.Log.plot
 
 
 def run_config(folder, name, **changes):
@@ -193,6 +199,7 @@ def test_learns_a_trivial_task(workshop, rollout):
 
 @pytest.mark.slow
 def test_a_run_leaves_what_it_promises_and_resumes_exactly(workshop, monkeypatch):
+    monkeypatch.setattr(run_folder.Log, "plot", DRAWS_CURVES)
     whole = run_config(
         workshop,
         "whole",
@@ -819,7 +826,7 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
 # ---- runs that are interrupted
 
 
-def start_run(config, *script):
+def start_run(config, *script, popen=forked.Popen):
     """Start the run in a separate process, through the command line."""
     arguments = []
     for name, value in dataclasses.asdict(config).items():
@@ -832,7 +839,7 @@ def start_run(config, *script):
             )
     log = open(f"{config.out_dir}.log", "a")
     command = [sys.executable, *(script or ("grpo_trainer.py",)), *arguments]
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    return popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def wait_for_step(config, process, step):
@@ -888,7 +895,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
     config = run_config(workshop, f"stopped_{name}", total_steps=500, resume="auto", max_response_length=48)
-    process = start_run(config)
+    process = start_run(config, popen=subprocess.Popen)  # so that its command line can be found
     wait_for_step(config, process, 2)
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
@@ -954,7 +961,7 @@ policy.Policy.update = update_and_fill_the_disk
 config = grpo_trainer.{config!r}
 grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     last = run.stderr.strip().splitlines()[-1]
     assert (
         run.returncode == 1

@@ -2,7 +2,6 @@
 is stopped.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import textwrap
 import threading
 import time
@@ -19,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import forked
 import run_folder
 from policy import Sample
 from run_folder import pass_at_k, reward_metrics, validation_metrics
@@ -451,7 +450,7 @@ def test_two_files_of_one_source_share_its_greedy_metric():
 
 def in_another_process(code, **options):
     """Start a process that runs this code, and return what it prints."""
-    return subprocess.Popen([sys.executable, "-u", "-c", textwrap.dedent(code)], text=True, **options)
+    return forked.Popen([sys.executable, "-u", "-c", textwrap.dedent(code)], text=True, **options)
 
 
 def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path):
@@ -539,10 +538,9 @@ def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(
     path = tmp_path / "said"
     terminal, inside = os.openpty()
     code = STEP.format(path=str(path), hang_up=hang_up, patience=patience)
+    code = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + textwrap.dedent(code)
     output = inside if hang_up == "SIG_DFL" else subprocess.DEVNULL  # nohup redirects it to a file
-    run = in_another_process(
-        code, stdin=inside, stdout=output, stderr=output, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    run = in_another_process(code, stdin=inside, stdout=output, stderr=output, start_new_session=True)
     os.close(inside)
     while not path.exists():
         assert run.poll() is None

@@ -13,24 +13,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
-import reward_loop
 import score_file
 
 ROOT = Path(score_file.__file__).parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    """Share one Ray cluster among all tests of this file, because starting one takes longer than scoring."""
-    reward_loop.connect_ray()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("one_ray")
 
 
 def write_jsonl(path, rows):

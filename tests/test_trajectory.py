@@ -29,6 +29,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 import compute_score
+import forked
 import grpo_trainer
 import reward_worker
 import rollout
@@ -1512,6 +1513,7 @@ async def hangs(trajectory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_a_reward_function_of_groups_compares_the_rollouts_that_have_ended(tmp_path):
     """This test uses a real Ray cluster."""
     (tmp_path / "own.py").write_text(FUNCTIONS + GROUP)
@@ -1538,7 +1540,7 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
                "--rollout-fn", f"{tmp_path}/own.py:hangs", "--out-dir", f"{tmp_path}/run", "--val-every", "0",
                "--overlong-buffer", "0", "--max-response-length", "48", "--num-threads", "1"]  # fmt: skip
     root = Path(__file__).parent.parent
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("to watch this run in a browser"):
                 break

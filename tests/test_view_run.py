@@ -102,7 +102,10 @@ def data_of(page):
 
 
 class Browser:
-    """One Chromium for all pages, as its start takes a second. It reads from 3 and writes to 4."""
+    """One Chromium for all pages, because its start takes a second.
+
+    It reads commands of the DevTools protocol from file descriptor 3 and writes answers to 4.
+    """
 
     def __init__(self):
         command = ["sh", "-c", 'exec 3<&0 4>&1 >/dev/null "$0" "$@"', CHROMIUM, "--headless", "--no-sandbox",
@@ -113,7 +116,7 @@ class Browser:
         atexit.register(self.process.kill)
 
     def hear(self):
-        """The next answer or event."""
+        """Return the next answer or event."""
         while b"\0" not in self.read:
             assert select.select([self.process.stdout], [], [], 120)[0], "the browser says nothing"
             more = os.read(self.process.stdout.fileno(), 1 << 20)
@@ -134,7 +137,7 @@ class Browser:
         return heard["result"]
 
     def html_of(self, address, budget):
-        """As --dump-dom gives it: after so many milliseconds, which pass at once, in a profile of its own."""
+        """Return what --dump-dom prints after this many milliseconds of virtual time, in a new profile."""
         profile = self.ask("Target.createBrowserContext")["browserContextId"]
         target = self.ask("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
