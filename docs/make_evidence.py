@@ -199,13 +199,18 @@ def collect(folder: Path) -> list[dict]:
             for name in (*PANELS, "lambda")
         }
         run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
-        run |= dict(steps=metrics[-1]["step"], before=before, after=after)
+        run |= dict(steps=metrics[-1]["step"], before=before, after=after, seconds=seconds_of(metrics))
         if run["world"] in OWN and algorithm not in OWN_JUDGES:
             run |= count_flaws(path.parent, since=run["steps"] - 9)
         runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
     if not runs:
         raise ValueError(f"--runs {folder}: contains no finished run; run make evidence first")
     return runs
+
+
+def seconds_of(metrics: list[dict]) -> float:
+    """Return the total duration of a run's steps."""
+    return round(sum(line.get("time/step", 0.0) for line in metrics), 1)
 
 
 def kind_of_flaw(question: str, solution: str) -> str:
