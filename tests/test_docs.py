@@ -560,14 +560,14 @@ def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
         module.collect(tmp_path)
     start = {"step": 0, "val/toy/mean@1": 0.5, "val/toy/best@8": 1.0}
     steps = [
-        {"step": 1 + i, "reward/acc": acc, "reward/truly_correct": acc / 2}
+        {"step": 1 + i, "reward/acc": acc, "reward/truly_correct": acc / 2, "time/step": 1.5}
         for i, acc in enumerate((0.2, 0.4, 0.9))
     ]
     write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
     (run,) = module.collect(tmp_path)
     assert run == {
         "world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3,
-        "before": {"toy/mean@1": 0.5}, "after": {"toy/mean@1": 0.9123},
+        "before": {"toy/mean@1": 0.5}, "after": {"toy/mean@1": 0.9123}, "seconds": 4.5,
         "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]},
     }  # fmt: skip
     assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0")
