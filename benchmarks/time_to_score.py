@@ -1,7 +1,7 @@
 """Measure the training time to a held-out score, for grpo_trainer.py and for TRL's GRPOTrainer.
 
     pip install --target ~/trl --no-deps "trl==1.16.*" datasets multiprocess pandas
-    python benchmarks/time_to_score.py --trl ~/trl --model data/gcd0/policy --threshold 0.9 \
+    python benchmarks/time_to_score.py --trl ~/trl --model data/gcd/policy0 --threshold 0.9 \
         --train-file data/gcd/reasoning_gym_gcd_train.parquet \
         --val-file data/gcd/reasoning_gym_gcd_test.parquet \
         --reward-fn recipes/gcd_steps.py:compute_score_outcome --out time_to_score.jsonl

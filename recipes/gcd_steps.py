@@ -1,7 +1,7 @@
 """Euclid's algorithm for reasoning-gym's task `gcd`: a policy that writes out its steps, and an exact check.
 
     bash recipes/public_flaws.sh 0 outputs/gcd0               # the whole comparison
-    python -m recipes.gcd_steps --out-dir data/gcd/policy     # trains the initial policy
+    python -m recipes.gcd_steps --out-dir data/gcd/policy0    # trains the initial policy
     python grpo_trainer.py ... --reward-fn recipes/gcd_steps.py:compute_score_fapo
 
 reasoning-gym supplies the questions and the verifier. The policy writes one division per line and then the
@@ -120,7 +120,8 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
             metrics = [json.loads(line) for line in text.splitlines()]
             steps = [line for line in metrics if "reward/acc" in line]
             for line, some in ((metrics[0], steps[:STEPS]), (metrics[-1], steps[-STEPS:])):
-                row = {"reward": reward, "seed": config["seed"], "step": line["step"]}
+                row = {"policy": Path(config["model"]).name, "reward": reward}
+                row |= {"seed": config["seed"], "step": line["step"]}
                 for name, key in HELD_OUT.items():
                     row[name] = line[f"val/reasoning_gym_gcd/{key}mean@4"]
                 for name in TRAINING:
@@ -130,16 +131,26 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Return the metrics as a Markdown table with one row per policy."""
+    """Return a Markdown table of the held-out metrics: the median and range over the seeds."""
     lines = [
-        "| reward | seed | step | accuracy | flawed positives | fully correct | training: accuracy "
-        "| training: flawed positives |",
-        "| --- " + "| ---: " * 7 + "|",
+        "| policy | training | accuracy | flawed positives | fully correct |",
+        "| --- | --- | ---: | ---: | ---: |",
     ]
+    groups = {}
     for row in rows:
-        names = [*HELD_OUT, *(f"train/{name}" for name in TRAINING)]
-        figures = " | ".join(f"{row[name]:.3f}" for name in names)
-        lines.append(f"| {row['reward']} | {row['seed']} | {row['step']} | {figures} |")
+        training = "none"  # Before training, the runs of both rewards have the same policy.
+        if row["step"]:
+            training = f"{row['step']} steps, {row['reward']}"
+        groups.setdefault((row["policy"], training), []).append(row)
+    for (policy, training), some in sorted(groups.items(), key=lambda item: item[0][0]):
+        cells = []
+        for name in HELD_OUT:
+            values = [row[name] for row in some]
+            cell = f"{statistics.median(values):.2f}"
+            if len(values) > 1:
+                cell += f" ({min(values):.2f}-{max(values):.2f})"
+            cells.append(cell)
+        lines.append(f"| {policy} | {training} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -147,7 +158,7 @@ def table(rows: list[dict]) -> str:
 class Config:
     """Trains the runs' initial policy on correct solutions, and stops early."""
 
-    out_dir: Path = Path("data/gcd/policy")  # Output directory for the policy.
+    out_dir: Path = Path("data/gcd/policy0")  # Output directory for the policy.
     seed: int = 0  # Random seed for the weights and the training problems.
     stop_at: float = 0.4  # Stop when the mean probability of correct solutions reaches this value.
     most_steps: int = 4000  # Maximum number of training steps, each with 16 solutions.

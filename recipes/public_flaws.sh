@@ -4,6 +4,7 @@
 # an initial policy. From this policy, it trains with the outcome reward and with FAPO. docs/public_tasks.md reports
 # the results.
 #   bash recipes/public_flaws.sh 0 outputs/gcd0          # SEED OUT_DIR [TRAINER FLAGS]
+#   START=1 bash recipes/public_flaws.sh 0 outputs/gcd1  # another initial policy: the seed of its training
 set -euo pipefail
 [[ ${1:-} =~ ^[0-9]+$ && -n ${2:-} ]] || {
   echo "usage: bash recipes/public_flaws.sh SEED OUT_DIR [TRAINER FLAGS]" >&2
@@ -13,12 +14,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1
 DATA=data/gcd
+POLICY=$DATA/policy${START:=0}
 
 [ -f $DATA/reasoning_gym_gcd_test.parquet ] ||
   python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir $DATA
-[ -d $DATA/policy ] || python -m recipes.gcd_steps --out-dir $DATA/policy
+[ -d "$POLICY" ] || python -m recipes.gcd_steps --out-dir "$POLICY" --seed "$START"
 for reward in outcome fapo; do
-  python grpo_trainer.py --model $DATA/policy --out-dir "$2/$reward" --seed "$1" \
+  python grpo_trainer.py --model "$POLICY" --out-dir "$2/$reward" --seed "$1" \
     --train-file $DATA/reasoning_gym_gcd_train.parquet --val-file $DATA/reasoning_gym_gcd_test.parquet:4 \
     --reward-fn "recipes/gcd_steps.py:compute_score_$reward" \
     --total-steps 40 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 112 \

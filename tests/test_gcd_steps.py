@@ -76,7 +76,7 @@ def test_figures_are_read_from_the_runs_of_the_recipe(tmp_path):
     for reward, after in (("outcome", 0.75), ("fapo", 0.25)):
         folder = tmp_path / reward
         folder.mkdir()
-        (folder / "config.json").write_text('{"seed": 3}')
+        (folder / "config.json").write_text('{"seed": 3, "model": "data/gcd/policy2"}')
         lines = []
         for step in range(41):
             line = {"step": step}
@@ -91,6 +91,21 @@ def test_figures_are_read_from_the_runs_of_the_recipe(tmp_path):
     rows = gcd_steps.report((tmp_path,))
     told = [(row["reward"], row["step"], row["flawed_positive_rate"]) for row in rows]
     assert told == [("outcome", 0, 0.5), ("outcome", 40, 0.75), ("fapo", 0, 0.5), ("fapo", 40, 0.25)]
-    text = gcd_steps.table(rows).splitlines()
-    assert text[-2] == "| fapo | 3 | 0 | 0.500 | 0.500 | 0.500 | 0.055 | 0.055 |"
-    assert text[-1] == "| fapo | 3 | 40 | 0.250 | 0.250 | 0.250 | 0.355 | 0.355 |"
+    training = [round(row["train/acc"], 6) for row in rows]
+    assert training == [0.055, 0.355, 0.055, 0.355]
+    assert {(row["policy"], row["seed"]) for row in rows} == {("policy2", 3)}
+    text = gcd_steps.table(rows).splitlines()[2:]
+    assert text == [
+        "| policy2 | none | 0.50 (0.50-0.50) | 0.50 (0.50-0.50) | 0.50 (0.50-0.50) |",
+        "| policy2 | 40 steps, outcome | 0.75 | 0.75 | 0.75 |",
+        "| policy2 | 40 steps, fapo | 0.25 | 0.25 | 0.25 |",
+    ]
+
+
+def test_the_table_has_the_median_and_the_range_over_the_seeds():
+    rows = []
+    for seed, value in enumerate((0.25, 1.0, 0.5)):
+        row = {"policy": "policy0", "reward": "fapo", "seed": seed, "step": 40}
+        rows.append(row | dict.fromkeys(gcd_steps.HELD_OUT, value))
+    (line,) = gcd_steps.table(rows).splitlines()[2:]
+    assert line == "| policy0 | 40 steps, fapo |" + " 0.50 (0.25-1.00) |" * 3
