@@ -14,7 +14,6 @@ Needs router.py. Not covered: systems other than Linux, servers that span nodes,
 
 import contextlib
 import hmac
-import inspect
 import json
 import os
 import re
@@ -34,7 +33,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Literal
 
-import tyro  # router.py and torch are imported in functions, because they take longer to import.
+import tyro  # router.py and torch are imported in functions, because every guard() imports this file.
 
 FOLDER = str(Path(__file__).parent)
 
@@ -406,7 +405,7 @@ class Process:
         self.command = command
         self.url = url
         self.cores = ",".join(cores)
-        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # FOLDER has vLLM's middleware.
+        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # FOLDER has guard() and vLLM's middleware.
         self.env = env | {"PYTHONPATH": os.pathsep.join(paths)}
         self.log_start = 0
         self.child = None
@@ -417,7 +416,8 @@ class Process:
         self.log.parent.mkdir(parents=True, exist_ok=True)  # On a restart, it may have been deleted.
         # Sockets need a folder with a short path. guard() makes this folder, and kill_group() removes it.
         self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
-        guard = [sys.executable, "-c", GUARD, str(os.getpid()), self.folder, self.cores]
+        guard = [sys.executable, "-c", "import genrm_server; genrm_server.guard()"]
+        guard += [str(os.getpid()), self.folder, self.cores]
         with open(self.log, "ab") as file:
             self.log_start = file.tell()
             self.child = subprocess.Popen(
@@ -484,16 +484,6 @@ def kill_group(group: int, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-
-
-# These two functions alone start four times as fast as this file with its imports.
-GUARD = "\n".join([
-    "import contextlib, os, re, select, shutil, signal, sys",
-    "from pathlib import Path",
-    inspect.getsource(kill_group),
-    inspect.getsource(guard),
-    "guard()",
-])  # fmt: skip
 
 
 class RouterProcess(Process):
