@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 import compute_score
-import forked
 import grpo_trainer
 from played import lines_of, rows, says, server, stand_in_for_vllm, toy_config
 from reward_loop import RewardOptions
@@ -80,7 +79,7 @@ def test_a_change_does_what_it_says(diff, copy):
     (test,) = re.findall(r"^\+\+\+ b/(tests/.*)", diff.read_text(), re.M)
     apply(diff, copy)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    done = forked.run(command, cwd=copy, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 

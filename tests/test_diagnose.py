@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import forked
 import grpo_trainer
 from policy import Sample
 from prepare_data import Config as DataConfig
@@ -318,7 +317,7 @@ def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
 
     def train(name, script, *more):
         command = [sys.executable, *script, *flags.split(), "--out-dir", str(tmp_path / name), *more]
-        return forked.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=300)
 
     ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
     assert ran.returncode == 1, ran.stderr

@@ -26,7 +26,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import algorithm
-import forked
 import grpo_trainer
 import reward_loop
 import run_folder
@@ -826,7 +825,7 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
 # ---- runs that are interrupted
 
 
-def start_run(config, *script, popen=forked.Popen):
+def start_run(config, *script):
     """Start the run in a separate process, through the command line."""
     arguments = []
     for name, value in dataclasses.asdict(config).items():
@@ -839,7 +838,7 @@ def start_run(config, *script, popen=forked.Popen):
             )
     log = open(f"{config.out_dir}.log", "a")
     command = [sys.executable, *(script or ("grpo_trainer.py",)), *arguments]
-    return popen(command, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def wait_for_step(config, process, step):
@@ -895,7 +894,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
     config = run_config(workshop, f"stopped_{name}", total_steps=500, resume="auto", max_response_length=48)
-    process = start_run(config, popen=subprocess.Popen)  # so that its command line can be found
+    process = start_run(config)
     wait_for_step(config, process, 2)
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
@@ -961,7 +960,7 @@ policy.Policy.update = update_and_fill_the_disk
 config = grpo_trainer.{config!r}
 grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
 """
-    run = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     last = run.stderr.strip().splitlines()[-1]
     assert (
         run.returncode == 1

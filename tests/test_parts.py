@@ -23,7 +23,6 @@ from test_genrm_server import STAND_IN
 from test_house import ROOT, TOP
 from tiny import config_of, write_model
 
-import forked
 import reward_loop
 
 WHOLE = ("grpo_trainer.py", "run.py")  # these two need nearly all other files
@@ -111,7 +110,7 @@ def alone(tmp_path, monkeypatch):
 
 def run(*command, **env):
     """Run a command in the folder and return what it prints. The repository is not on any path."""
-    done = forked.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
                       env=os.environ | env)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

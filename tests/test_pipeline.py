@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +22,6 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import bench_pipeline
-import forked
 import grpo_trainer
 import run_folder
 from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers
@@ -344,7 +344,7 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
         f"pathlib.Path({str(tmp_path)!r}))"
     )
     paths = os.pathsep.join(str(Path(__file__).parent.parent / name) for name in ("", "tests"))
-    killed = forked.run(
+    killed = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import forked
 import run_folder
 from policy import Sample
 from run_folder import pass_at_k, reward_metrics, validation_metrics
@@ -450,7 +449,7 @@ def test_two_files_of_one_source_share_its_greedy_metric():
 
 def in_another_process(code, **options):
     """Start a process that runs this code, and return what it prints."""
-    return forked.Popen([sys.executable, "-u", "-c", textwrap.dedent(code)], text=True, **options)
+    return subprocess.Popen([sys.executable, "-u", "-c", textwrap.dedent(code)], text=True, **options)
 
 
 def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path):

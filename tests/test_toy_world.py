@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compute_score
-import forked
 import prepare_data
 import run_folder
 from policy import Sample
@@ -417,7 +416,7 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
 @pytest.mark.slow
 def test_rows_without_models(tmp_path):
     command = [sys.executable, "-m", "toy.warm_start", "--kind", "own_flaws", "--seed", "1", "--models"]
-    assert forked.run([*command, "--out-dir", tmp_path], cwd=warm_start.SHIPPED.parent.parent).returncode == 0
+    subprocess.run([*command, "--out-dir", tmp_path], cwd=warm_start.SHIPPED.parent.parent, check=True)
     assert {path.suffix for path in tmp_path.iterdir()} == {".parquet"}
     (row,) = pq.read_table(tmp_path / "toy_test.parquet").slice(0, 1).to_pylist()
     assert row["extra_info"]["question"].count(",") >= 6

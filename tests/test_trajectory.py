@@ -29,7 +29,6 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 import compute_score
-import forked
 import grpo_trainer
 import reward_worker
 import rollout
@@ -1540,7 +1539,7 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
                "--rollout-fn", f"{tmp_path}/own.py:hangs", "--out-dir", f"{tmp_path}/run", "--val-every", "0",
                "--overlong-buffer", "0", "--max-response-length", "48", "--num-threads", "1"]  # fmt: skip
     root = Path(__file__).parent.parent
-    with forked.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("to watch this run in a browser"):
                 break
