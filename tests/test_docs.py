@@ -519,11 +519,36 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
     for side in (trl[1:], ours):
         equal.append(sorted(100 * (1 - statistics.fmean(c["groups_with_spread"])) for c in side))
     assert "In {:.0f} and {:.0f} % of the groups of these runs".format(*equal[0]) in text
-    assert "these are {:.0f} to {:.0f} % of the groups".format(equal[1][0], equal[1][-1]) in text
+    assert "they are {:.0f} to {:.0f} % of the groups".format(equal[1][0], equal[1][-1]) in text
 
     assert earlier["side"] == "trl_with_its_warm_up" and len(earlier["step_ends"]) == 18
     assert {point["score"] for point in earlier["points"]} == {0}
     assert "rose from {:.2f} to {:.2f}".format(earlier["rewards"][0], earlier["rewards"][-1]) in text
+
+
+def test_the_numbers_for_a_million_parameters_are_those_of_their_curves():
+    time_to_score = load("benchmarks/time_to_score")
+    text = (ROOT / "docs/public_tasks.md").read_text()
+    lines = (ROOT / "docs/evidence/time_to_score.jsonl").read_text().splitlines()
+    names = {"ours": "grpo_trainer.py", "trl": "TRL 1.16"}
+    names["trl_no_checkpointing"] = "TRL 1.16 without gradient checkpointing"
+    per_step = {}
+    curves = [curve for curve in map(json.loads, lines) if curve["side"] == "ours"]
+    equal = sorted(100 * (1 - statistics.fmean(curve["groups_with_spread"])) for curve in curves)
+    assert f"they are {equal[0]:.0f} to {equal[-1]:.0f} % of our groups" in text
+    for side, name in names.items():
+        curves = [curve for curve in map(json.loads, lines) if curve["side"] == side]
+        assert [curve["seed"] for curve in curves] == [0, 1, 2]
+        points = [time_to_score.reached(curve, 0.85) for curve in curves]
+        medians = []
+        for curve in curves:
+            ends = [cpu for _, cpu in curve["step_ends"]]
+            medians.append(statistics.median(after - before for before, after in zip(ends, ends[1:])))
+        per_step[side] = statistics.median(medians)
+        cells = [name, ", ".join(str(point["step"]) for point in points)]
+        cells += [", ".join(f"{point['cpu']:.0f}" for point in points), f"{per_step[side]:.2f}"]
+        cells.append("" if side == "ours" else f"{per_step[side] / per_step['ours']:.1f}")
+        assert " ".join(f"| {' | '.join(cells)} |".split()) in " ".join(text.split())
 
 
 def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():
