@@ -55,7 +55,7 @@ demo-quick: setup
 	bash recipes/toy_demo_quick.sh
 
 # Runs all experiments of docs/evidence.md, in seven to nine hours on two cores. If it was stopped, it resumes.
-evidence: setup
+evidence: .venv/.extra
 	bash recipes/evidence.sh
 
 # Runs two test files at a time.

@@ -1,10 +1,9 @@
 """Measure the training time to a held-out score, for grpo_trainer.py and for TRL's GRPOTrainer.
 
     pip install --target ~/trl --no-deps "trl==1.16.*" datasets multiprocess pandas
-    python benchmarks/time_to_score.py --trl ~/trl --model data/gcd/policy0 --threshold 0.9 \
-        --train-file data/gcd/reasoning_gym_gcd_train.parquet \
-        --val-file data/gcd/reasoning_gym_gcd_test.parquet \
-        --reward-fn recipes/gcd_steps.py:compute_score_outcome --out time_to_score.jsonl
+    python benchmarks/time_to_score.py --trl ~/trl --model toy/models/own0 --threshold 0.85 \
+        --train-file data/own0/toy_train.parquet --val-file data/own0/toy_test.parquet \
+        --reward-fn compute_score.py:compute_score --out time_to_score.jsonl
 
 Both sides get the same model, prompts in the same order, reward function, loss (token mean, clipped to
 0.8..1.28, no KL term), optimizer, learning rates and lengths, in float32 on the same number of threads. The

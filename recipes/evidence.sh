@@ -8,13 +8,14 @@
 # task, the penalty, the learning rate, the KL term and the number of steps, distils from a teacher, simulates
 # judges that overlook flaws, and trains and serves two judges.
 # Third world (tools): compares the outcome reward and FAPO at four costs per call, and tries other advantages.
+# Public task (public): compares both rewards in reasoning-gym's gcd, from three initial policies.
 #
-# WORLDS="first second tools" selects the worlds. If you stop the script and start it again, it does not repeat
+# WORLDS="first second tools public" selects the worlds. If you stop the script and start it again, it does not repeat
 # finished runs. At the end, docs/make_evidence.py and docs/make_shop.py write docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=$(realpath -m "${OUT:-outputs/evidence}")
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would print OMP_NUM_THREADS, which is 1 here.
-WORLDS=${WORLDS:-first second tools}
+WORLDS=${WORLDS:-first second tools public}
 SEEDS="0 1 2"
 # The number of paragraphs is fixed, so additional steps cannot earn anything, and the whole prefix is kept.
 VPPO=(--advantage vppo --prefix-cut 0)
@@ -280,9 +281,29 @@ tool_world() {  # The most informative runs come first, in case the script is st
   all_done
 }
 
+public_task() {
+  local seed start
+  once gcd/rows python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir data/gcd
+  all_done
+  for start in 0 1 2; do
+    once "gcd/policy$start" python -m recipes.gcd_steps --out-dir "data/gcd/policy$start" --seed "$start"
+  done
+  all_done
+  for seed in $SEEDS; do
+    for start in 0 1 2; do
+      once "gcd$start/seed$seed" env "START=$start" bash recipes/public_flaws.sh "$seed" "$OUT/gcd$start/seed$seed" \
+        --resume auto
+    done
+  done
+  all_done
+  python -m recipes.gcd_steps --report "$OUT"/gcd[012]/seed[012] --report-out docs/evidence/public_tasks.jsonl
+}
+
 echo "Running $LANES runs at a time in these worlds: $WORLDS. Finished runs are not repeated."
-echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), and tools 1 to 2."
+echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), tools 1 to 2,"
+echo "and public about half an hour."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
 [[ " $WORLDS " != *" tools "* ]] || { tool_world; python docs/make_shop.py --runs "$OUT"; }
-[[ $WORLDS == tools ]] || python docs/make_evidence.py --runs "$OUT"
+[[ " $WORLDS " != *" public "* ]] || public_task
+[[ " $WORLDS " != *@(" first "|" second ")* ]] || python docs/make_evidence.py --runs "$OUT"

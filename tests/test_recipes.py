@@ -353,6 +353,10 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     seeds = {f"{name}_seed{seed}" for name in wanted if "judge_long" not in name for seed in range(3)}
     assert seeds <= set(found)
     assert {f"own1/{name}_judge" for name in ("first", "trained")} < set(found)
+    public = [f"gcd{start}/seed{seed}" for start in range(3) for seed in range(3)]
+    assert {f"{name}/{reward}" for name in public for reward in ("outcome", "fapo")} < set(found)
+    report = re.findall(r"^-m recipes.gcd_steps --report (.*) --report-out", log.read_text(), re.M)
+    assert report == [" ".join(f"{tmp_path}/out/{name}" for name in public)] * 2
 
 
 @pytest.mark.slow
