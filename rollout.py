@@ -8,9 +8,8 @@
 Both functions fill in `response_ids`, `rollout_logprobs` and `truncated` of the samples (policy.Sample). They
 report each sample as soon as its rollout ends, so its reward is computed while other rollouts continue.
 trajectory.py samples the turns of multi-turn rollouts with this file. This file needs policy.py, causal_lm.py
-and algorithm.py; vLLM servers also need genrm_server.py, router.py and cluster/weights.py. Not covered:
-speculative decoding, new weights in the middle of a response. Tensor names end in their shapes: B sequences,
-vocabulary size V.
+and algorithm.py; vLLM servers also need genrm_server.py and router.py. Not covered: speculative decoding, new
+weights in the middle of a response. Tensor names end in their shapes: B sequences, vocabulary size V.
 """
 
 import asyncio
@@ -28,6 +27,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import torch
+from safetensors.torch import save_file
 from transformers import TopPLogitsWarper
 
 from causal_lm import distinct_prompts, next_logits, precision
@@ -351,9 +351,9 @@ class PolicyServers:
         self.service = ModelServers(config, "policy", before_joining=self.reload)
 
     def write_weights(self):
-        from cluster.weights import packs
-        for number, pack in enumerate(packs(served_weights(self.policy, self.dtype))):
-            self.folder.write(number, pack)
+        # A tied head shares the embedding's memory, which save_file rejects, so all weights are cloned.
+        weights = {name: tensor.clone() for name, tensor in served_weights(self.policy, self.dtype)}
+        save_file(weights, self.folder.path / "model.safetensors", {"format": "pt"})
 
     def reload(self, slot):
         """Reload the weights of a restarted server before it joins, because a sync may have changed them."""
