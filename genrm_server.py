@@ -67,7 +67,7 @@ class Config:
     server_key: str = field(default="", repr=False)
     # Folder for log files. Empty: outputs/genrm_logs/PORT, with the process id as PORT if --port is 0.
     log_dir: Path | None = None
-    startup_timeout: float = 1800.0  # Time limit for the start of a server, in seconds.
+    startup_timeout: float = 1800.0  # Time limit for starting a server, in seconds.
     vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's own server, after --.
     flag_prefix: tyro.conf.Suppress[str] = ""  # Prefix of the flags in messages, such as genrm- or rollout-.
 

@@ -39,8 +39,8 @@ COLUMNS = {
 class Config(RewardOptions):
     """Score a file of responses with a reward function."""
     data: Path  # Parquet or JSONL file with the columns data_source, reward_model, extra_info, response.
-    # Output file (.jsonl, or .parquet if --data is) with the additional columns reward_score, status and
-    # reward_extra_info (JSON).
+    # Output file: .jsonl, or .parquet if --data is also a .parquet file. Additional columns: reward_score,
+    # status and reward_extra_info (JSON).
     out: Path
     resume: bool = False  # Resume an interrupted run: keep the results that have a score, and score the rest.
 

@@ -21,7 +21,7 @@ HEAD = """# Settings
 
 This page lists all settings of all scripts with their defaults. `--help` prints the same texts. To turn on a
 setting whose default is "off", pass its flag. To turn off a setting whose default is "on", put "no-" before
-its name (`--no-val-before-train`). Separate several values with spaces. `docs/make_settings.py` writes this
+its name (`--no-val-before-train`). Separate multiple values with spaces. `docs/make_settings.py` writes this
 page.
 """
 OTHERS = {

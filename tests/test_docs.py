@@ -518,8 +518,8 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
     equal = []
     for side in (trl[1:], ours):
         equal.append(sorted(100 * (1 - statistics.fmean(c["groups_with_spread"])) for c in side))
-    assert "In {:.0f} and {:.0f} % of the groups of these runs".format(*equal[0]) in text
-    assert "they are {:.0f} to {:.0f} % of the groups".format(equal[1][0], equal[1][-1]) in text
+    assert "In these two runs, {:.0f} and {:.0f} % of the groups have equal rewards".format(*equal[0]) in text
+    assert "compared with {:.0f} to {:.0f} % in our runs".format(equal[1][0], equal[1][-1]) in text
 
     assert earlier["side"] == "trl_with_its_warm_up" and len(earlier["step_ends"]) == 18
     assert {point["score"] for point in earlier["points"]} == {0}

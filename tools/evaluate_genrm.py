@@ -53,7 +53,7 @@ class Config:
     n: int = 8  # Number of critiques per row. The most frequent verdict is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
-    # Maximum length of a critique, in tokens. Prompt and critique must fit into the context of the server.
+    # Maximum length of a critique, in tokens. The prompt and the critique must fit into the server's context.
     max_tokens: int = scores.GENRM_MAX_TOKENS
     # Settings for the judge's chat template, as a JSON object such as '{"enable_thinking": false}'.
     chat_kwargs: str = "{}"
