@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -599,7 +600,8 @@ class Interrupts:
     def __init__(self):
         self.hold = False
         self.asked = False
-        self.has_raised = False
+        self.was_dropped = False
+        sys.unraisablehook = self.raise_again
         signal.signal(signal.SIGINT, self.handle)
         signal.signal(signal.SIGTERM, self.handle)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
@@ -611,10 +613,22 @@ class Interrupts:
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
         if self.asked or not self.hold:
-            self.has_raised = True
+            self.was_dropped = False
             raise KeyboardInterrupt
         self.asked = True
         os.write(1, b"finishing this step, then saving; press Ctrl-C again to quit immediately\n")
+
+    def raise_again(self, unraisable):
+        """Interrupt again soon after Python has dropped a KeyboardInterrupt, as it does in a __del__."""
+        if unraisable.exc_type is KeyboardInterrupt:
+            self.was_dropped = True
+            threading.Timer(0.1, self.interrupt_if_dropped).start()
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    def interrupt_if_dropped(self):
+        if self.was_dropped:
+            os.kill(os.getpid(), signal.SIGINT)
 
     @contextlib.contextmanager
     def held(self):
@@ -624,5 +638,6 @@ class Interrupts:
             yield
         finally:
             self.hold = False
-        if self.asked or self.has_raised:  # Python drops a KeyboardInterrupt that is raised in a __del__.
+        if self.asked or self.was_dropped:
+            self.was_dropped = False
             raise KeyboardInterrupt

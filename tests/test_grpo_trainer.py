@@ -944,6 +944,25 @@ def test_ctrl_c_that_python_ignores_in_a_destructor_ends_the_run_after_the_step(
         signal.signal(signal.SIGTERM, before[1])
 
 
+def test_ctrl_c_that_python_ignores_in_a_destructor_is_raised_again():
+    """Without a step that ends soon, for example in a long evaluation."""
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    hook = sys.unraisablehook
+    Interrupts()
+    try:
+        Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+        sys.unraisablehook = hook
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_no_earlier_checkpoint(workshop):
     """A limit on file sizes simulates a full disk: the kernel rejects the write in the same place."""
