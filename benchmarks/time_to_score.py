@@ -391,6 +391,12 @@ def reached(curve: dict, threshold: float) -> dict | None:
     return None
 
 
+def median_of_a_step(curve: dict, column: int) -> float:
+    """Return the median duration of a step in seconds: its own seconds (column 0) or CPU time (1)."""
+    ends = [end[column] for end in curve["step_ends"]]
+    return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+
+
 def table(curves: list[dict], threshold: float) -> str:
     lines = [
         f"| | seed | score before | steps to {threshold:g} | s to {threshold:g} | CPU s | median step s "
@@ -405,9 +411,7 @@ def table(curves: list[dict], threshold: float) -> str:
         ends = curve["step_ends"]
         medians = ["-", "-"]
         if len(ends) > 1:
-            for column in (0, 1):
-                each = [after[column] - before[column] for before, after in zip(ends, ends[1:])]
-                medians[column] = f"{statistics.median(each):.2f}"
+            medians = [f"{median_of_a_step(curve, column):.2f}" for column in (0, 1)]
         scores = [f"{point['score']:.2f}" for point in curve["points"]] or ["-"]
         row = [curve["side"], str(curve["seed"]), scores[0], *cells, *medians, scores[-1], str(len(ends))]
         lines.append(f"| {' | '.join(row)} |")

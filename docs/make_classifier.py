@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import make_evidence as evidence
 from run_folder import read_lines
-from toy.report import COLUMNS, read_metrics, table
+from toy.report import read_metrics, table
 
 FILE = evidence.FILE.with_name("classifier.jsonl")
 PAGE = evidence.DOCS / "classifier.md"
@@ -96,7 +96,7 @@ def share(runs: list[dict], when: str, kind: str) -> str:
 
 def tables(runs: list[dict]) -> dict[str, str]:
     """Return all tables of the page as {name: Markdown}. `runs` contains the runs of both JSONL files."""
-    columns = {name: key for name, key in COLUMNS.items() if key != "toy_total"}
+    columns = evidence.TOY_COLUMNS
     rows = [evidence.row("initial policy", evidence.of(runs, "rule", START), columns, when="before")]
     for name, title in BESIDE.items():
         some = evidence.of(runs, name, START)

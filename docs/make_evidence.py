@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 from compute_score import split_paragraphs
 from run_folder import read_lines
-from toy.report import COLUMNS, read_metrics, table
+from toy.report import COLUMNS, cell, read_metrics, table
 from toy.toy_world import parse_problem, write_solution
 
 FILE = DOCS / "evidence" / "runs.jsonl"
@@ -150,6 +150,7 @@ OWN_COLUMNS = {
     '"How many?" accuracy': "toy_total",
 }
 MAIN_COLUMNS = {name: COLUMNS[name] for name in ("flawed positives", "fully correct")}
+TOY_COLUMNS = {"accuracy": COLUMNS["accuracy"], **MAIN_COLUMNS}  # without "How many?" questions
 HALF_CORRECT = "step at which half are fully correct"
 REPEATED = ("flawed positives", "fully correct")  # columns that are also shown for the twin checkpoint
 COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
@@ -268,15 +269,6 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     return found
 
 
-def cell(values: list[float], digits: int = 2) -> str:
-    """Format the median and the range, such as 0.83 (0.78-0.87). Infinity becomes "never"."""
-    shown = (min(values), statistics.median(values), max(values))
-    low, middle, high = (f"{value:.{digits}f}".replace("inf", "never") for value in shown)
-    if len(values) == 1 or low == "never":
-        return middle
-    return f"{middle} ({low}-{high})"
-
-
 def row(
     name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after"
 ) -> list[str]:
@@ -309,8 +301,8 @@ def algorithm_rows(runs: list[dict], columns: dict[str, str], *worlds: str) -> l
 
 def algorithms_table(runs: list[dict], *worlds: str) -> str:
     """Return a table of the algorithms. algorithms.csv also has the accuracy on "How many?" questions."""
-    columns = {name: key for name, key in COLUMNS.items() if key != "toy_total"}
-    return table(["method", *columns, HALF_CORRECT, "runs"], *algorithm_rows(runs, columns, *worlds))
+    rows = algorithm_rows(runs, TOY_COLUMNS, *worlds)
+    return table(["method", *TOY_COLUMNS, HALF_CORRECT, "runs"], *rows)
 
 
 def calls(run: dict) -> float:

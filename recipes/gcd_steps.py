@@ -132,26 +132,18 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the held-out metrics: the median and range over the seeds."""
-    lines = [
-        "| policy | training | accuracy | flawed positives | fully correct |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
+    from toy.report import cell, table as markdown_table  # imports torch; workers do not need this
+
     groups = {}
     for row in rows:
         training = "none"  # Before training, the runs of both rewards have the same policy.
         if row["step"]:
             training = f"{row['step']} steps, {row['reward']}"
         groups.setdefault((row["policy"], training), []).append(row)
-    for (policy, training), some in sorted(groups.items(), key=lambda item: item[0][0]):
-        cells = []
-        for name in HELD_OUT:
-            values = [row[name] for row in some]
-            cell = f"{statistics.median(values):.2f}"
-            if len(values) > 1:
-                cell += f" ({min(values):.2f}-{max(values):.2f})"
-            cells.append(cell)
-        lines.append(f"| {policy} | {training} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = []
+    for names, some in sorted(groups.items(), key=lambda item: item[0][0]):
+        lines.append([*names, *(cell([row[name] for row in some]) for name in HELD_OUT)])
+    return markdown_table(["policy", "training", "accuracy", "flawed positives", "fully correct"], *lines)
 
 
 @dataclass

@@ -487,8 +487,7 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
     names = {"ours": "grpo_trainer.py", "trl_no_checkpointing": "TRL 1.16, no gradient checkpointing"}
 
     def cpu_of_a_step(curve):
-        ends = [cpu for _, cpu in curve["step_ends"]]
-        return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+        return time_to_score.median_of_a_step(curve, 1)
 
     earlier = curves.pop()
     shown = []
@@ -540,11 +539,7 @@ def test_the_numbers_for_a_million_parameters_are_those_of_their_curves():
         curves = [curve for curve in map(json.loads, lines) if curve["side"] == side]
         assert [curve["seed"] for curve in curves] == [0, 1, 2]
         points = [time_to_score.reached(curve, 0.85) for curve in curves]
-        medians = []
-        for curve in curves:
-            ends = [cpu for _, cpu in curve["step_ends"]]
-            medians.append(statistics.median(after - before for before, after in zip(ends, ends[1:])))
-        per_step[side] = statistics.median(medians)
+        per_step[side] = statistics.median(time_to_score.median_of_a_step(curve, 1) for curve in curves)
         cells = [name, ", ".join(str(point["step"]) for point in points)]
         cells += [", ".join(f"{point['cpu']:.0f}" for point in points), f"{per_step[side]:.2f}"]
         cells.append("" if side == "ours" else f"{per_step[side] / per_step['ours']:.1f}")

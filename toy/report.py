@@ -12,6 +12,7 @@ imports run_folder.py.
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from statistics import median
 
 import tyro
 
@@ -59,6 +60,15 @@ def table(heads: list[str], *rows: list[str]) -> str:
     for cells in rows:
         text += f"\n| {' | '.join(cells)} |"
     return text
+
+
+def cell(values: list[float], digits: int = 2) -> str:
+    """Format the median and the range, such as 0.83 (0.78-0.87). Infinity becomes "never"."""
+    shown = (min(values), median(values), max(values))
+    low, middle, high = (f"{value:.{digits}f}".replace("inf", "never") for value in shown)
+    if len(values) == 1 or low == "never":
+        return middle
+    return f"{middle} ({low}-{high})"
 
 
 def check_evaluated(label: str, metrics: list[dict], key: str) -> None:
