@@ -12,7 +12,7 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
     prompt       [{"role": "user", "content": str}]
     reward_model {"style": "rule", "ground_truth": str}; in judge rows the ground truth is an integer: the
                  index of the first wrong paragraph, or -1
-    extra_info   {"split", "index", "question", ...}; judge rows also have total_steps, subset ...
+    extra_info   {"split", "index", "question", ...}; judge rows also have total_steps and subset
 
 A file in --source-dir (parquet, JSON, JSONL or CSV) belongs to a data set if its name starts with the data
 source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). Without such a

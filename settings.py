@@ -177,8 +177,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     )
     may_be_negative = ("entropy_coef", "seed")
     may_be_infinite = (
-        *("timeout", "rollout_timeout", "max_grad_norm", "max_logprob_diff"),
-        *("clip_high", "clip_c", "tis_cap"),
+        *reward_loop.RewardOptions.may_be_infinite,
+        *("rollout_timeout", "max_grad_norm", "max_logprob_diff", "clip_high", "clip_c", "tis_cap"),
     )
 
     def check(self) -> None:

@@ -164,12 +164,11 @@ class Trajectory:
             end = self._rollouts.tokenizer.decode(last)
         before, inside, behind = self._rollouts.render(content, role)
         who = role if role == "user" else "tool"
+        context = "\n"
         if end and before.startswith(end):
             before = before.removeprefix(end)
-            ids = self._rollouts.encode(before, inside, behind, context=end)
-        else:
-            ids = self._rollouts.encode(before, inside, behind)
-        self.insert(ids, who, content)
+            context = end
+        self.insert(self._rollouts.encode(before, inside, behind, context), who, content)
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
         """Add these token ids unchanged, as tokens that the policy did not write."""

@@ -285,17 +285,13 @@ public_task() {
   local seed start
   once gcd/rows python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir data/gcd
   all_done
-  for start in 0 1 2; do
-    once "gcd/policy$start" python -m recipes.gcd_steps --out-dir "data/gcd/policy$start" --seed "$start"
-  done
-  all_done
   for seed in $SEEDS; do
     for start in 0 1 2; do
       once "gcd$start/seed$seed" env "START=$start" bash recipes/public_flaws.sh "$seed" "$OUT/gcd$start/seed$seed" \
         --resume auto
     done
+    all_done  # The first runs also train the initial policies.
   done
-  all_done
   python -m recipes.gcd_steps --report "$OUT"/gcd[012]/seed[012] --report-out docs/evidence/public_tasks.jsonl
 }
 
