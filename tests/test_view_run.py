@@ -112,45 +112,47 @@ class Browser:
                    "--disable-gpu", "--remote-debugging-pipe"]  # fmt: skip
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet)
-        self.read, self.asked, self.said = b"", 0, []
+        self.unread, self.last_id, self.events = b"", 0, []
         atexit.register(self.process.kill)
 
-    def hear(self):
+    def receive(self):
         """Return the next answer or event."""
-        while b"\0" not in self.read:
+        while b"\0" not in self.unread:
             assert select.select([self.process.stdout], [], [], 120)[0], "the browser says nothing"
             more = os.read(self.process.stdout.fileno(), 1 << 20)
             assert more, "the browser has ended"
-            self.read += more
-        text, _, self.read = self.read.partition(b"\0")
+            self.unread += more
+        text, _, self.unread = self.unread.partition(b"\0")
         return json.loads(text)
 
-    def ask(self, method, session=None, **params):
-        self.asked += 1
-        request = {"id": self.asked, "method": method, "params": params}
+    def call(self, method, session=None, **params):
+        self.last_id += 1
+        request = {"id": self.last_id, "method": method, "params": params}
         request |= {"sessionId": session} if session else {}
         self.process.stdin.write(json.dumps(request).encode() + b"\0")
         self.process.stdin.flush()
-        while (heard := self.hear()).get("id") != self.asked:
-            self.said.append(heard)
-        assert "error" not in heard, heard
-        return heard["result"]
+        message = self.receive()
+        while message.get("id") != self.last_id:
+            self.events.append(message)
+            message = self.receive()
+        assert "error" not in message, message
+        return message["result"]
 
     def html_of(self, address, budget):
         """Return what --dump-dom prints after this many milliseconds of virtual time, in a new profile."""
-        profile = self.ask("Target.createBrowserContext")["browserContextId"]
-        target = self.ask("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
-        session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.ask("Page.enable", session)
-        self.said.clear()
-        self.ask("Page.navigate", session, url=address)
+        profile = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Page.enable", session)
+        self.events.clear()
+        self.call("Page.navigate", session, url=address)
         policy = dict(policy="pauseIfNetworkFetchesPending", maxVirtualTimeTaskStarvationCount=9999)
-        self.ask("Emulation.setVirtualTimePolicy", session, budget=budget, **policy)
-        while not any(heard.get("method") == "Emulation.virtualTimeBudgetExpired" for heard in self.said):
-            self.said.append(self.hear())
+        self.call("Emulation.setVirtualTimePolicy", session, budget=budget, **policy)
+        while "Emulation.virtualTimeBudgetExpired" not in [event.get("method") for event in self.events]:
+            self.events.append(self.receive())
         expression = "document.documentElement.outerHTML"
-        text = self.ask("Runtime.evaluate", session, expression=expression)["result"]["value"]
-        self.ask("Target.disposeBrowserContext", browserContextId=profile)
+        text = self.call("Runtime.evaluate", session, expression=expression)["result"]["value"]
+        self.call("Target.disposeBrowserContext", browserContextId=profile)
         return text
 
 
