@@ -2,7 +2,8 @@
 
 In this file, `config` is the trainer's configuration, and a group is a list of policy.Sample objects with the
 `result` from reward_loop.py. To add a metric, add a line to `reward_metrics` (training) or `source_metrics`
-(evaluation). Numbers that the reward function returns are averaged automatically.
+(evaluation). Numbers that the reward function returns are averaged automatically. `one_line_errors` turns
+errors into messages and exit codes for all scripts that import this file.
 
 This file imports nothing from this repository except algorithm.py, for the advantages of paragraphs. Not
 covered: object stores, histograms, error bars. tools/view_run.py shows more details and compares runs.

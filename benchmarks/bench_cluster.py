@@ -7,10 +7,10 @@ Trainer, Ray, two ranks (FSDP2, gloo), router and reward worker are real. The vL
 policy and two judges, are simulated with slots, a speed, log-normal lengths and random tokens.
 
 The inputs of the simulation are measured first: a transfer between two hosts, collectives of a layer's size,
-an update in two separate processes without ranks, and pickling on one core. Because the run
-has few samples, the script also times sending made-up samples to the two ranks, and sending weights in four
-packs from rank 0 to the three other hosts. The tables show medians: for simulated steps with the middle 80 %,
-because lengths are random, and for measured steps (without the first) with all values.
+an update in two separate processes without ranks, and pickling on one core. Because the run has few samples,
+the script also times sending made-up samples to the two ranks, and sending weights in four packs from rank 0
+to the three other hosts. The tables show medians: for simulated steps with the middle 80 %, because lengths
+are random, and for measured steps (without the first) with all values.
 
 Not covered: GPUs, NCCL, servers that read their weights, and more than four hosts.
 """

@@ -271,8 +271,7 @@ were sound.
 Samples {one} and {two} are identical up to `{line}`. Sample {one} continues with `{sound_token}` and sample
 {two} with `{flawed_token}`. The ratio r is a token's current probability divided by its probability before
 the step; an earlier mini-batch has already changed the policy. The mini-batch of these samples has N = {N}
-response tokens,
-and `compute_policy_loss` returns:
+response tokens, and `compute_policy_loss` returns:
 
 {loss_table}
 
