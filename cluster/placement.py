@@ -57,7 +57,8 @@ def process_specs(config) -> dict[str, ProcessSpec]:
     """Return {name: spec} of all processes that the trainer places in Ray."""
     on_gpu = config.device == "cuda"
     specs = {"rank": rank_spec(config)}
-    specs["policy server"] = server_spec(replace(config.policy_servers(), device=config.device))
+    if config.rollout == "vllm":
+        specs["policy server"] = server_spec(replace(config.policy_servers(), device=config.device))
     judges = config.server_configs(sleep_mode=on_gpu and config.reward_mode == "colocate")
     for name, judge in judges.items():
         specs[name] = server_spec(with_device(judge))
@@ -116,10 +117,12 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
                     best = GpuSlot(size)
                     slots.append(best)
             if best is None:
-                placed = [", ".join(f"{name} {number}" for name, number in slot.processes) for slot in slots]
+                placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
+                placed = ", ".join(placed) or "no other process"
                 raise ValueError(
                     f"not enough GPUs: {name} {number} needs {spec.gpus:g} of {gpus:g} GPUs in addition to "
-                    f"{placed}; lower a GPU share or the number of processes"
+                    f"{placed}; let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 "
+                    "--genrm-gpu-share 0.25), start fewer processes, or pass --device cpu for a tiny policy"
                 )
             best.processes[name, number] = spec
     return slots

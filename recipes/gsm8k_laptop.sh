@@ -33,7 +33,7 @@ for split, most in (("train", None), ("test", held_out)):
     (data / f"gsm8k_laptop_{split}.jsonl").write_text("".join(lines))
 END
 
-python grpo_trainer.py --model "$MODEL" --out-dir "${RUN:-$OUT/gsm8k_laptop}" --lora-rank 16 \
+python grpo_trainer.py --model "$MODEL" --out-dir "${RUN:-$OUT/gsm8k_laptop}" --lora-rank 16 --device cpu \
   --train-file "$DATA/gsm8k_laptop_train.jsonl" --val-file "$DATA/gsm8k_laptop_test.jsonl" \
   --reward-fn recipes/gsm8k_reward.py:compute_score --reward-kwargs '{"format_share": 0.2}' \
   --total-steps 20 --train-batch-size 4 --mini-batch-size 2 --group-size 4 --max-response-length 64 \

@@ -20,7 +20,7 @@ POLICY=$DATA/policy${START:=0}
   python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir $DATA
 [ -d "$POLICY" ] || python -m recipes.gcd_steps --out-dir "$POLICY" --seed "$START"
 for reward in outcome fapo; do
-  python grpo_trainer.py --model "$POLICY" --out-dir "$2/$reward" --seed "$1" \
+  python grpo_trainer.py --model "$POLICY" --out-dir "$2/$reward" --seed "$1" --device cpu \
     --train-file $DATA/reasoning_gym_gcd_train.parquet --val-file $DATA/reasoning_gym_gcd_test.parquet:4 \
     --reward-fn "recipes/gcd_steps.py:compute_score_$reward" \
     --total-steps 40 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 112 \

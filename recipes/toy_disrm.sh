@@ -29,7 +29,7 @@ train_policy data/toy "$SEED" "$RUNS/both" \
   --genrm judge=data/toy/judge classifier="$CLASSIFIER" --reward-model-task generate classify \
   --reward-model-tokenizer "$CLASSIFIER" --reward-fn recipes/toy_disrm_reward.py:compute_score_both \
   --reward-kwargs '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}' \
-  --genrm-cpus 1 --genrm-vllm-args="--max-model-len 512" --total-steps 10 --val-every 0 "$@"
+  --genrm-cpus 1 --genrm-gpu-share 0.4 --genrm-vllm-args="--max-model-len 512" --total-steps 10 --val-every 0 "$@"
 
 stage "4. The web page"
 python -m tools.view_run "$RUNS"

@@ -4,6 +4,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1
 PORT=${PORT:-$((20000 + RANDOM % 10000))}  # A random port lets several demos run on one machine.
+# Models of 1 M parameters need no GPU, and several runs at a time would compete for one.
+! nvidia-smi -L >/dev/null 2>&1 ||
+  echo "GPU found: judges are served on it; policies of 1 M parameters train on the CPU (a GPU run: docs/training.md)"
 stage() { echo "--- $1 (after $((SECONDS / 60)) min $((SECONDS % 60)) s)"; }
 
 refuse_taken_port() {  # Without this check, another run's judge could answer.
@@ -23,7 +26,7 @@ stop_all() {  # Stops the background jobs when the script ends. Each run is a ch
 trap stop_all EXIT
 
 train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR [FLAGS]: trains a judge with GRPO (paper eq. 7)
-  python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" \
+  python grpo_trainer.py --model "$1/judge" --out-dir "$3" --seed "$2" --device cpu \
     --train-file "$1/fapo_critic_train.parquet" --val-file "$1/fapo_critic_test.parquet" \
     --reward-fn compute_score.py:compute_score_fapo_genrm \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 96 \
@@ -31,9 +34,9 @@ train_judge() {  # train_judge TOY_WORLD SEED OUT_DIR [FLAGS]: trains a judge wi
     --val-every 0 --val-top-p 1 --num-threads 1 --samples-per-step 16 "${@:4}"
 }
 
-serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: starts a router and a vLLM server, which end with the script
+serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: starts a router and a vLLM server (on half a GPU if there is one)
   refuse_taken_port
-  python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --max-model-len 512 --log-dir "$2" &
+  python genrm_server.py --model "$1" --port "$PORT" --cpus 1 --gpu-share 0.5 --max-model-len 512 --log-dir "$2" &
   SERVER=$!
   # The shell polls /health itself, because a new Python process every second would slow down the server's start.
   until (exec 3<>"/dev/tcp/127.0.0.1/$PORT" && printf 'GET /health HTTP/1.0\r\n\r\n' >&3 &&
@@ -44,7 +47,7 @@ serve_judge() {  # serve_judge CHECKPOINT LOG_DIR: starts a router and a vLLM se
 }
 
 train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FLAGS]
-  python grpo_trainer.py --model "$1/policy" --out-dir "$3" --seed "$2" \
+  python grpo_trainer.py --model "$1/policy" --out-dir "$3" --seed "$2" --device cpu \
     --train-file "$1/toy_train.parquet" --val-file "$1/toy_test.parquet" "$1/toy_total_test.parquet" \
     --total-steps 60 --train-batch-size 16 --mini-batch-size 8 --group-size 8 --max-response-length 64 \
     --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --lr-warmup-steps 5 --weight-decay 0 \
@@ -66,7 +69,7 @@ train_own() {  # train_own .../own[012] SEED OUT_DIR [FLAGS]: FAPO from a checkp
 }
 
 train_shop() {  # train_shop .../shop[012] SEED OUT_DIR [FLAGS]: FAPO in the world with a tool
-  python grpo_trainer.py --model "toy/models/${1##*/}" --out-dir "$3" --seed "$2" \
+  python grpo_trainer.py --model "toy/models/${1##*/}" --out-dir "$3" --seed "$2" --device cpu \
     --train-file "$1/shop_train.parquet" --val-file "$1/shop_test.parquet" \
     --rollout-fn toy/shop_world.py:with_prices --reward-fn toy/shop_world.py:compute_score_fapo_oracle \
     --reward-kwargs '{"call_cost": 0.03}' \

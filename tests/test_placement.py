@@ -121,16 +121,16 @@ def test_plans_that_fit_are_hardly_ever_refused():
 @pytest.mark.parametrize(
     "specs, gpus, message",
     [
-        ({"rank": Spec(1, 0, 1.0)}, 0, "not enough GPUs: rank 0 needs 1 of 0 GPUs in addition to []; lower"),
+        ({"rank": Spec(1, 0, 1.0)}, 0, "rank 0 needs 1 of 0 GPUs in addition to no other process; let"),
         (
             {"rank": Spec(2, 0, 0.5, apart=True)},
             1,
-            "rank 1 needs 0.5 of 1 GPUs in addition to ['rank 0']; lower",
+            "not enough GPUs: rank 1 needs 0.5 of 1 GPUs in addition to rank 0; let them share a GPU",
         ),
         (
             {"rank": Spec(2, 0, 0.5, apart=True), "server": Spec(2, 0, 0.6)},
             2,
-            "server 0 needs 0.6 of 2 GPUs in addition to ['rank 0', 'rank 1']; lower a GPU share",
+            "server 0 needs 0.6 of 2 GPUs in addition to rank 0, rank 1; let them share a GPU (--policy-gpu",
         ),
         ({"rank": Spec(7, 0, 1.0), "server": Spec(1, 0, 2.0)}, 8, "rank 6 needs 1 of 8 GPUs"),
     ],

@@ -3,6 +3,7 @@
 (test_docs.py has the commands of README and docs.)
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -16,10 +17,13 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 import tyro
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
 from algorithm import LOSSES
+from cluster.placement import layout, process_specs
+from genrm_server import gpus_of_server
 from settings import parse_command_line
 from tools import plan_run
 
@@ -185,6 +189,88 @@ def test_the_first_gpu_command_of_the_docs_fits_the_gpu_that_it_names(shapes):
     gb = re.search(r"one (\d+) GB GPU", page.split("--policy-gpu-share")[0])
     lines = plan(arguments, gb[1], shapes / "small")
     assert [line.endswith(": it fits") for line in lines].count(True) == 2, lines  # policy server, rank
+
+
+PLAYED_GPU = """#!/bin/bash
+# Record the arguments, write what the next stage waits for, and serve HTTP in place of the judge.
+echo "${{@@Q}}" >>{log}
+for last; do [ "${{out:-}}" != next ] || out=$last; [ "$last" != --out-dir ] || out=next; done
+if [ -n "${{out:-}}" ]; then mkdir -p "$out"; echo '{{"step": 20, "val/x": 1}}' >"$out/metrics.jsonl"; fi
+[ "$1" != genrm_server.py ] || {{ cd {served}; exec {python} -m http.server "$5" --bind 127.0.0.1; }}
+"""
+
+
+@pytest.fixture
+def commands_with_a_gpu(tmp_path):
+    """Run a recipe of the toy world where nvidia-smi shows one GPU; return its output and its commands."""
+    for folder in ("bin", "copy", "served"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "served/health").touch()
+    log = tmp_path / "log"
+    python = PLAYED_GPU.format(log=log, served=tmp_path / "served", python=sys.executable)
+    for name, text in (("python", python), ("nvidia-smi", "#!/bin/sh\necho 'GPU 0: played'\n")):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    shutil.copytree(ROOT / "recipes", tmp_path / "copy/recipes")  # without .venv, so that bin/ comes first
+
+    def run(recipe, *arguments):
+        done = subprocess.run(["bash", f"recipes/{recipe}.sh", *arguments], cwd=tmp_path / "copy", text=True,
+                              env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+                              capture_output=True, timeout=60)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout, [shlex.split(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "recipe, arguments, runs, judges",
+    [
+        ("toy_demo", [], 3, 1),
+        ("toy_demo_quick", [], 2, 0),
+        ("second_world", ["0", "outputs/x"], 1, 0),
+        ("toy_tools", ["0", "outputs/x"], 1, 0),
+        ("toy_disrm", [], 3, 0),
+    ],
+)
+def test_the_toy_world_fits_on_a_machine_with_one_gpu(
+    commands_with_a_gpu, monkeypatch, recipe, arguments, runs, judges
+):
+    """Two runs and a judge's server take place at the same time, and one of them may use the GPU."""
+    said, found = commands_with_a_gpu(recipe, *arguments)
+    assert said.startswith("GPU found: ") and "docs/training.md" in said.splitlines()[0]
+    trainers = [arguments[1:] for arguments in found if arguments[0] == "grpo_trainer.py"]
+    assert len(trainers) == runs
+    for flags in trainers:
+        config = parse("tools.plan_run", [*flags, "--gpus", "1", "--gpu-gb", "8"]).resolved(1)
+        assert (config.device, config.rollout) == ("cpu", "hf")
+        specs = process_specs(config)
+        layout(specs, 1)  # ValueError if the judges do not fit on the GPU
+        assert not specs["rank"].gpus and all(0 < spec.gpus <= 1 for spec in specs.values() if spec.gpus)
+    servers = [arguments[1:] for arguments in found if arguments[0] == "genrm_server.py"]
+    assert len(servers) == judges
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for flags in servers:
+        config = dataclasses.replace(parse("genrm_server", flags), device="cuda")
+        assert gpus_of_server(config, 0) == "0" and config.gpu_share == 0.5
+
+
+def test_the_first_run_of_the_docs_fits_on_a_machine_with_one_gpu():
+    """As it stands, and with the flags that the page names for a GPU."""
+    page = (ROOT / "docs/training.md").read_text()
+    on_cpu = next(arguments for script, arguments in commands(page) if script == "grpo_trainer")
+    (shares,) = re.findall(r"replace `--device cpu` with `(.*?)`", page)
+    on_gpu = shlex.split(shlex.join(on_cpu).replace("--device cpu", shares))
+    for arguments, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
+        config = parse("tools.plan_run", [*arguments, "--gpus", "1", "--gpu-gb", "8"])
+        config = dataclasses.replace(config, model=str(ROOT / "toy/models/policy")).resolved(1)
+        assert config.device == device
+        fits = re.findall("too little|it fits", plan_run.report(config, num_rows=1))
+        assert fits == ["it fits"] * (1 + (device == "cuda")), (device, fits)  # policy, and its server
+    with pytest.raises(ValueError, match="GPUs in addition to rank 0; .*--policy-gpu-share .*--device cpu"):
+        alone = parse("tools.plan_run", [*on_cpu, "--device", "cuda", "--gpus", "1"])
+        plan_run.report(alone.resolved(1), num_rows=1)
 
 
 @pytest.mark.slow

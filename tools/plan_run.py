@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reward_loop
 from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
-from cluster.placement import Reservation, layout, process_specs
+from cluster.placement import ProcessSpec, Reservation, layout, process_specs
 from policy import TOKENS_PER_PASS
 from run import Run
 from run_folder import one_line_errors
@@ -170,15 +170,20 @@ def report(config, num_rows: int) -> str:
     lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
     device = config.device
     available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    specs = process_specs(config)
     if config.device == "cuda" or config.policy_ranks > 1:
         device = f"each of {config.policy_ranks} ranks, {config.device}"
-        for node, held in placement(config).items():
+    on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
+    if on_gpus or config.policy_ranks > 1:
+        for node, held in placement(config, specs).items():
             lines.append(f"{node}: {', '.join(held)}")
-    if config.device == "cuda":
+    if on_gpus:
         gpu = gpu_memory(config)
-        available = gpu * config.policy_gpu_share
         for name, server in servers_of(config).items():
-            lines.append(server_memory(config, name, server, gpu))
+            if name in specs and specs[name].gpus:
+                lines.append(server_memory(config, name, server, gpu))
+    if config.device == "cuda":
+        available = gpu * config.policy_gpu_share
     estimate = estimate_memory(config, config.device)
     always = 0.0
     phases = {"update": 0.0, "rollout": 0.0}
@@ -262,12 +267,11 @@ def vllm_argument(server, flag: str, default: float) -> float:
     return default
 
 
-def placement(config) -> dict[str, list[str]]:
+def placement(config, specs: dict[str, ProcessSpec]) -> dict[str, list[str]]:
     """Return the processes that would run on each node, as in "a + b" if they share a GPU.
 
     Without --gpus, reserve the resources in Ray and release them immediately.
     """
-    specs = process_specs(config)
     bundles = defaultdict(list)  # (node, number) -> labels of its processes
     if config.gpus:
         needed, where = layout(specs, sum(config.gpus))
