@@ -75,5 +75,6 @@ changes: .venv/.extra
 check-gpu:
 	$(if $(wildcard .venv/.ready),$(BIN)/python,$(PYTHON)) benchmarks/check_gpu.py $(ARGS)
 
+# Removes what `make setup` and `make demo` make again. Runs stay in outputs/, and other data stays in data/.
 clean:
-	rm -rf .venv data/toy data/own[012] outputs
+	rm -rf .venv data/toy

@@ -478,3 +478,16 @@ def test_the_share_for_the_form():
         result = score(solution_str=text, **about)
         assert (result["score"], result["boxed"]) == (pytest.approx(expected), boxed)
     assert score(solution_str=r"\boxed{7}", **about, format_share=0)["score"] == -1.0
+
+
+def test_make_clean_leaves_what_the_user_has_made(tmp_path):
+    """Runs and the user's data stay; what `make setup` and `make demo` make again goes."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    made = [".venv/.ready", "data/toy/policy/config.json"]
+    stays = ["outputs/first/metrics.jsonl", "data/mine.parquet", "data/own0/my_rows.parquet"]
+    for name in made + stays:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    done = subprocess.run(["make", "clean"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "rm -rf .venv data/toy\n", done.stderr
+    assert [name for name in made + stays if (tmp_path / name).exists()] == stays
