@@ -2,8 +2,8 @@
 
 In this file, `config` is the trainer's configuration, and a group is a list of policy.Sample objects with the
 `result` from reward_loop.py. To add a metric, add a line to `reward_metrics` (training) or `source_metrics`
-(evaluation). Numbers that the reward function returns are averaged automatically. `one_line_errors` turns
-errors into messages and exit codes for all scripts that import this file.
+(evaluation). Numbers that the reward function returns are averaged automatically. For all scripts that import
+this file, `command_line` parses flags, and `one_line_errors` turns errors into messages and exit codes.
 
 This file imports nothing from this repository except algorithm.py, for the advantages of paragraphs. Not
 covered: object stores, histograms, error bars. tools/view_run.py shows more details and compares runs.
@@ -17,6 +17,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +27,8 @@ from dataclasses import MISSING, asdict, fields
 from importlib import metadata
 from itertools import chain, groupby
 from pathlib import Path
+
+import tyro
 
 ON_SCREEN = {  # The terminal shows these metrics with these labels.
     "reward/mean": "reward",
@@ -621,6 +624,24 @@ def no_verdict_rate(results, at_least: int = 1) -> float:
 
 
 # ---- the end of a script
+
+
+def command_line(config, description: str = "", args: list[str] | None = None, markers=()):
+    """Parse this script's command line with tyro. --help shows the command as the documentation writes it.
+
+    Args:
+        config: A dataclass, or a function to call with the settings.
+        description: The text that --help shows above the settings.
+        args: The arguments; by default, those of this process.
+        markers: tyro's options.
+    """
+    script = Path(sys.argv[0]).resolve()
+    prog = f"python {os.path.relpath(script)}"
+    if (script.parent / "__init__.py").is_file():
+        prog = f"python -m {script.parent.name}.{script.stem}"
+    if {"-h", "--help"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
+    return tyro.cli(config, prog=prog, description=description, args=args, config=markers)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@
 
 To add a setting, add a line to PolicyOptions if policy.py or algorithm.py reads it, and to Config otherwise.
 The comment on or above this line is the help text; docs/make_settings.py copies it to docs/settings.md.
-Needs reward_loop.py and reward_worker.py; genrm_server.py and algorithm.py for the checks of a run.
+Needs reward_loop.py, reward_worker.py and run_folder.py; genrm_server.py and algorithm.py for the checks of a run.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from typing import Annotated, Literal, get_type_hints
 import tyro
 
 import reward_loop
+from run_folder import command_line
 
 
 @dataclass(kw_only=True)
@@ -338,7 +339,7 @@ def parse_command_line(config: type = Config, args: list[str] | None = None, des
             boxes.append((group, make_dataclass(group, box, kw_only=True)))
     everything = make_dataclass("Everything", boxes)
     without = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # no --data.seed, no {None}|STR
-    parsed = tyro.cli(everything, description=description, args=args, config=without)
+    parsed = command_line(everything, description, args, without)
     values = {}
     for box in vars(parsed).values():
         values |= vars(box)

@@ -1,6 +1,7 @@
-"""The commands that each mode would start, checked by vLLM's own argument parser and configuration."""
+"""The command lines of scripts: how they start, their --help, and what vLLM's own parser says to ours."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,3 +98,33 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     policy = found["policy server"]
     assert policy["logprobs_mode"] == "processed_logprobs" and policy["generation_config"] == "vllm"
     assert (policy["dtype"], policy["max_model_len"], policy["max_num_seqs"]) == ("bfloat16", 512, 64)
+
+
+def start(where, *command, **more):
+    """Start a script from another folder, as a shell would: without this folder in PYTHONPATH."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.Popen([sys.executable, *command], cwd=where, env=environment, text=True,
+                            stderr=subprocess.PIPE, **more)  # fmt: skip
+
+
+IN_FOLDERS = [*ROOT.glob("tools/[a-z]*.py"), ROOT / "toy/report.py", ROOT / "toy/warm_start.py"]
+
+
+@pytest.mark.parametrize("path", IN_FOLDERS, ids=lambda path: path.stem)
+def test_a_script_in_a_folder_starts_in_both_ways_and_shows_the_documented_one(path, tmp_path):
+    name = f"{path.parent.name}.{path.stem}"
+    assert f"    python -m {name} " in path.read_text().split('"""')[1]
+    for where, command in ((tmp_path, [str(path)]), (ROOT, ["-m", name])):
+        said, errors = start(where, *command, "--help", stdout=subprocess.PIPE).communicate()
+        assert said.startswith(f"usage: python -m {name} [-h]") and not errors, errors
+
+
+@pytest.mark.parametrize("command", [["grpo_trainer.py"], ["score_file.py"], ["-m", "tools.view_run"]],
+                         ids=lambda command: command[-1])  # fmt: skip
+def test_help_for_a_reader_who_has_seen_enough(command):
+    """This happens in `--help | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    process = start(ROOT, *command, "--help", stdout=write)
+    os.close(write)
+    assert process.communicate()[1] == ""

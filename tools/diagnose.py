@@ -20,7 +20,8 @@ from pathlib import Path
 
 import tyro
 
-from run_folder import read_lines
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run_folder import command_line, read_lines
 
 RECENT = 10  # number of steps whose samples a finding uses
 SIGNS = {"<": lt, ">": gt}
@@ -237,4 +238,4 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, config=[tyro.conf.PositionalMetavarFromFieldName])
+    command_line(main, markers=[tyro.conf.PositionalMetavarFromFieldName])

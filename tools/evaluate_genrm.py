@@ -35,11 +35,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, json_object
 from reward_worker import fingerprints
-from run_folder import one_line_errors
+from run_folder import command_line, one_line_errors
 from score_file import score_the_rest, scored_before, served_models
 
 
@@ -237,7 +238,7 @@ def names_of(row: dict, n: int) -> list[str]:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__, config=[tyro.conf.DisallowNone])
+    config = command_line(Config, __doc__, markers=[tyro.conf.DisallowNone])
     with one_line_errors("interrupted; run the same command again to resume\n"):
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         pq.write_table(pa.Table.from_pylist(judged), config.out)

@@ -10,12 +10,14 @@ Needs run_folder.py and causal_lm.py.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from run_folder import add_end_tokens, one_line_errors
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run_folder import add_end_tokens, command_line, one_line_errors
 
 
 @dataclass
@@ -55,7 +57,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
 
 def main() -> None:
     about = __doc__.partition("Needs ")[0]
-    config = tyro.cli(Config, description=about, config=[tyro.conf.PositionalMetavarFromFieldName])
+    config = command_line(Config, about, markers=[tyro.conf.PositionalMetavarFromFieldName])
     with one_line_errors():
         merge(**vars(config))
 

@@ -14,9 +14,12 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import settings
 
 

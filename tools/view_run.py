@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,7 +29,8 @@ from pathlib import Path
 
 import tyro
 
-from run_folder import one_line_errors, read_lines
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run_folder import command_line, one_line_errors, read_lines
 from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
@@ -269,7 +271,7 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__.partition("Needs ")[0], config=[tyro.conf.DisallowNone])
+    config = command_line(Config, __doc__.partition("Needs ")[0], markers=[tyro.conf.DisallowNone])
     with one_line_errors():
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:

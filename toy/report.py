@@ -9,14 +9,15 @@ docs/make_evidence.py summarises many runs, and tools/view_run.py shows every me
 imports run_folder.py.
 """
 
+import sys
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from statistics import median
 
-import tyro
 
-from run_folder import has_evaluation, one_line_errors, read_lines
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run_folder import command_line, has_evaluation, one_line_errors, read_lines
 
 RUNS = {"outcome reward only": "baseline", "FAPO": "fapo"}
 COLUMNS = {
@@ -127,7 +128,7 @@ def report(runs: Path, so_far: bool = False) -> str:
 
 
 def main() -> None:
-    config = tyro.cli(Config, description=__doc__.partition("docs/make_evidence.py")[0])
+    config = command_line(Config, __doc__.partition("docs/make_evidence.py")[0])
     with one_line_errors():
         if (config.runs[0] / "metrics.jsonl").is_file():
             runs = {str(run): read_metrics(run, config.so_far) for run in config.runs}

@@ -13,18 +13,20 @@ lines. In the second world, the policy is trained only on sound solutions, and i
 the same kind of processor, the same seed produces the same files.
 
 Not covered: training on GPUs, and models with more than a million parameters. If you copy this file, copy
-toy/toy_world.py, toy/shop_world.py and compute_score.py as well.
+toy/toy_world.py, toy/shop_world.py, run_folder.py and compute_score.py as well.
 """
 
 import math
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Literal
 
-import tyro
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run_folder import command_line
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Config:
 
 # The command line is parsed before torch and transformers are imported, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = tyro.cli(Config, description=__doc__.partition("Not covered")[0])
+    CONFIG = command_line(Config, __doc__.partition("Not covered")[0])
 
 import pyarrow as pa
 import pyarrow.parquet as pq
