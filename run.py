@@ -41,6 +41,7 @@ from run_folder import (
     has_evaluation,
     note_start,
     save_checkpoint,
+    without_secrets,
 )
 from trajectory import Rollouts
 
@@ -240,7 +241,7 @@ class Run:
             stack.enter_context(self.lock)
             self.check_weights()
             if self.config.dry_run:
-                print(json.dumps(asdict(self.config), indent=2))
+                print(json.dumps(without_secrets(asdict(self.config)), indent=2))
             else:
                 self.start(stack)
             self.resources = stack.pop_all()  # These resources stay open until the run ends.
@@ -338,7 +339,6 @@ class Run:
 
             self.reservation = placement.Reservation(placement.process_specs(config))
             stack.callback(self.reservation.close)
-        Path(config.out_dir, "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
         note_start(config, self.step)
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))

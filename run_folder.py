@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -53,6 +54,9 @@ PANELS = {
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
 # A model may write half a surrogate pair, which UTF-8 cannot encode. JSON can, for example as \ud83d.
 AS_JSON = "backslashreplace"
+HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
+# The ends of names whose values are secrets, such as API_KEY, apiKey, --judge-token and Authorization.
+SECRET = re.compile(r"(key|token|secret|password|passwd|credential|authorization)s?[-_]?\d*$", re.IGNORECASE)
 
 
 def check_folder(config):
@@ -304,14 +308,19 @@ def start_wandb(config, first_step: int):
     id_file = folder / "wandb_id"
     if not (first_step and id_file.is_file()):
         id_file.write_text(os.urandom(4).hex())
-    return wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "fapo"),
-        name=folder.name,
-        dir=folder,
-        id=id_file.read_text(),
-        resume="allow",
-        config=asdict(config),
-    )
+    command = sys.argv
+    sys.argv = without_secrets(command)  # W&B records it.
+    try:
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "fapo"),
+            name=folder.name,
+            dir=folder,
+            id=id_file.read_text(),
+            resume="allow",
+            config=without_secrets(asdict(config)),
+        )
+    finally:
+        sys.argv = command
 
 
 def line_of(sample, decode) -> dict:
@@ -411,8 +420,66 @@ def output_of(*command: str) -> str:
     return ""
 
 
+def without_secrets(value):
+    """Return a value from JSON with all secrets hidden, also those in lists, JSON text and command lines."""
+    if isinstance(value, dict):
+        found = {}
+        for name, inner in value.items():
+            found[name] = HIDDEN if is_secret(str(name), inner) else without_secrets(inner)
+        return found
+    if isinstance(value, (list, tuple)):
+        return words_without_secrets(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        inner = json.loads(value)
+        shown = without_secrets(inner)
+        return value if shown == inner else json.dumps(shown)
+    except ValueError:
+        pass  # The text is not JSON.
+    text = re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{HIDDEN}@", value)  # the password of a URL
+    named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
+    if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
+        name, rest = named.groups()
+        return name + (HIDDEN if is_secret(name[:-1], rest) else without_secrets(rest))
+    try:
+        words = shlex.split(text)
+    except ValueError:  # for instance an apostrophe
+        words = text.split()
+    if words == [text]:
+        return text
+    shown = words_without_secrets(words)
+    return text if shown == words else shlex.join(shown).replace(f"'{HIDDEN}'", HIDDEN)
+
+
+def words_without_secrets(words) -> list:
+    """Hide the secrets in a list, which may be the words of a command line."""
+    shown = []
+    name = ""  # the flag, such as --api-key, or the header, such as Authorization:, that the words belong to
+    for word in words:
+        if isinstance(word, str) and (word.startswith("-") or word.endswith(":")):
+            name = word.rstrip(":")
+        elif is_secret(name, word):
+            word = HIDDEN
+        shown.append(without_secrets(word))
+    return shown
+
+
+def is_secret(name: str, value) -> bool:
+    """Return whether a value with this name is secret. A number of tokens is not, nor is an empty value."""
+    found = SECRET.search(name)
+    if not found or value in (None, "") or isinstance(value, bool):
+        return False
+    return found[1].lower() != "token" or not str(value).isdecimal()
+
+
 def note_start(config, step: int) -> None:
-    """Append a line to starts.jsonl about this start, which resumes after `step` steps (0: a new run)."""
+    """Write config.json, and append a line to starts.jsonl. The run resumes after `step` steps (0: new).
+
+    Neither file contains secrets.
+    """
+    settings = json.dumps(without_secrets(asdict(config)), indent=2)
+    Path(config.out_dir, "config.json").write_text(settings + "\n")
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -430,7 +497,7 @@ def note_start(config, step: int) -> None:
     line = {
         "time": time.time(),
         "step": step,
-        "command": shlex.join(sys.orig_argv),
+        "command": without_secrets(shlex.join(sys.orig_argv)),
         "defaults": defaults,
         "commit": commit,
         "versions": versions,

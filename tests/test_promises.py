@@ -120,9 +120,15 @@ KEPT_BY = {
         "test_router.test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer",
         "test_compute_score.test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again",
     ),
-    "API keys never appear in logs, in command lines or in the files of a run.": (
+    "The router's API keys never appear in logs, in command lines or in the files of a run.": (
         "test_genrm_server.test_the_servers_have_a_key_that_nobody_sees",
         "test_router.test_the_key_can_come_from_the_environment",
+    ),
+    "Settings that are named like secrets are hidden in the files of a run, on its page and in W&B.": (
+        "test_run_folder.test_secrets_are_hidden_wherever_they_are",
+        "test_run_folder.test_the_files_about_a_start_contain_no_secrets",
+        "test_run_folder.test_tensorboard_and_wandb_get_what_metrics_jsonl_gets",
+        "test_view_run_page.test_secrets_are_not_on_the_page",
     ),
     "Child processes never outlive the process that started them, however it ends.": (
         "test_genrm_server.test_however_it_ends_nothing_is_left",

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -376,7 +377,10 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
 
 def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log = run_folder.Log(config_of(out_dir=str(tmp_path), tensorboard=True, wandb=True), first_step=0)
+    secret = '{"judges": [{"apiKey": "hush"}]}'
+    monkeypatch.setattr(sys, "argv", ["grpo_trainer.py", "--reward-kwargs", secret])
+    config = config_of(out_dir=str(tmp_path), tensorboard=True, wandb=True, reward_kwargs=secret)
+    log = run_folder.Log(config, first_step=0)
     for step in (1, 2):
         log.metrics({"step": step, "reward/mean": step / 4})
     log.close()
@@ -386,6 +390,49 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (offline,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in offline.read_bytes() and (tmp_path / "wandb_id").read_text() in offline.name
+    for file in filter(Path.is_file, (tmp_path / "wandb").rglob("*")):
+        assert b"hush" not in file.read_bytes()
+    assert sys.argv[2] == secret
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (
+            {"API_KEY": "hush", "apiKey": "hush", "api_keys": ["hush"], "Authorization": "Bearer hush"},
+            dict.fromkeys(("API_KEY", "apiKey", "api_keys", "Authorization"), "(hidden)"),
+        ),
+        ([{"judge": {"hf_token": "hush"}}, "hush"], [{"judge": {"hf_token": "(hidden)"}}, "hush"]),
+        ({"key": 7, "max_tokens": 512, "password": "", "tokenizer": "a"},
+         {"key": "(hidden)", "max_tokens": 512, "password": "", "tokenizer": "a"}),
+        (r'[{"apikey" : "hu\"sh hush"}]', '[{"apikey": "(hidden)"}]'),
+        ('{"penalty":  0.5}', '{"penalty":  0.5}'),  # Text without secrets stays as it is.
+        (("--api-key", "hush", "hush", "-n", "3"), ["--api-key", "(hidden)", "(hidden)", "-n", "3"]),
+        ("--max-tokens 512 --Wandb-Key 'hush hush' --lr 1", "--max-tokens 512 --Wandb-Key (hidden) --lr 1"),
+        (
+            """run.py '--reward-kwargs={"TOKEN": "a \\"hush"}' '--genrm-vllm-args=--api-key hush'""",
+            """run.py '--reward-kwargs={"TOKEN": "(hidden)"}' '--genrm-vllm-args=--api-key (hidden)'""",
+        ),
+        ("OPENAI_API_KEY=hush", "OPENAI_API_KEY=(hidden)"),
+        ("Authorization: Bearer hush", "Authorization:(hidden)"),
+        ("http://me:hush@host:8000/v1?api_key=hush", "http://me:(hidden)@host:8000/v1?api_key=(hidden)"),
+        ("the judge doesn't need a key", "the judge doesn't need a key"),
+    ],
+)  # fmt: skip
+def test_secrets_are_hidden_wherever_they_are(value, expected):
+    assert run_folder.without_secrets(value) == expected
+    assert run_folder.without_secrets(expected) == expected
+
+
+def test_the_files_about_a_start_contain_no_secrets(tmp_path, monkeypatch):
+    secret = '{"judges": [{"API_KEY": "hush", "url": "judge"}]}'
+    monkeypatch.setattr(sys, "orig_argv", ["python", "grpo_trainer.py", f"--reward-kwargs={secret}"])
+    run_folder.note_start(config_of(out_dir=str(tmp_path), reward_kwargs=secret), 0)
+    config, start = (tmp_path / name for name in ("config.json", "starts.jsonl"))
+    assert "hush" not in config.read_text() + start.read_text()
+    kept = {"judges": [{"API_KEY": "(hidden)", "url": "judge"}]}
+    assert json.loads(json.loads(config.read_text())["reward_kwargs"]) == kept
+    assert json.loads(start.read_text())["command"].endswith(f"'--reward-kwargs={json.dumps(kept)}'")
 
 
 @pytest.mark.parametrize("environment, project", [({}, "fapo"), ({"WANDB_PROJECT": "mine"}, "mine")])
