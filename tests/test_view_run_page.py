@@ -3,6 +3,8 @@
 import html
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 from test_view_run import CAUGHT, EVIL, data_of, dom, in_browser, line, part, played, the_browser, write_run
@@ -183,15 +185,54 @@ def test_secrets_are_not_on_the_page(tmp_path):
         max_tokens=512,
         reward_kwargs='{"api_key": "hush3", "genrm_max_tokens": 96}',
         password="",
+        API_KEY="hush4",
+        judges=[{"apiKey": "hush5"}, {"url": "b"}],
+        openai_tokens=["hush6"],
     )
     start = {"time": 0, "step": 0, "command": command, "commit": "", "versions": {}, "machine": ""}
     (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
     page = view_run.write_page([run])
     (data,) = data_of(page)["runs"]
-    assert "hush" not in page.read_text()
+    assert "hush" not in page.read_text() and data["settings"]["judges"][1] == {"url": "b"}
     assert data["settings"]["max_tokens"] == 512 and data["settings"]["password"] == ""
     assert json.loads(data["settings"]["reward_kwargs"])["genrm_max_tokens"] == 96
     assert "--max-tokens 512" in data["starts"][0]["command"]
+
+
+def in_node(page, expression):
+    """Return what an expression is after the page's first script, which needs no browser."""
+    if not shutil.which("node"):
+        pytest.skip("no node on this machine")
+    data = json.dumps(json.dumps(data_of(page)))
+    program = f"const document = {{getElementById: () => ({{textContent: {data}}})}};"
+    program += (PAGE / "base.js").read_text() + f"; console.log(JSON.stringify({expression}))"
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "kwargs, penalty",
+    [
+        ('{"penalty": 0.5, "genrm_timeout_s": Infinity}', 0.5),
+        (r'{"note": "NaN \" Infinity", "x": [-Infinity, NaN]}', 1),
+        ('{"penalty": NaN}', "NaN"),
+    ],
+)
+def test_a_run_with_settings_that_only_python_reads_has_a_page(tmp_path, kwargs, penalty):
+    settings = dict(reward_fn="compute_score.py:compute_score_fapo", reward_kwargs=kwargs)
+    page = view_run.write_page([configured(tmp_path / "run", steps_of([0.5]), **settings)])
+    assert in_node(page, "penaltyOf(RUNS[0].settings)") == penalty
+
+
+def test_critiques_and_truths_that_are_no_text_are_shown_as_json(tmp_path):
+    """A reward function may return any JSON, and a ground truth may be a list."""
+    lines = [line(group=0, info={"critique": {"step": 2}}), line(group=1, ground_truth=["4", "four"])]
+    lines.append(line(group=2, info={"critique": ["fine", 1]}, ground_truth={"tests": 3}))
+    page = view_run.write_page([write_run(tmp_path / "run", lines)])
+    found = in_node(page, "RUNS[0].groups.map(group => [group.truth, group.samples[0].critique])")
+    text = "fine\n\\boxed{-1}"
+    assert found == [["1", '{"step":2}'], ['["4","four"]', text], ['{"tests":3}', '["fine",1]']]
 
 
 @in_browser

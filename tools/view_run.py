@@ -30,7 +30,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import command_line, one_line_errors, read_lines
+from run_folder import command_line, one_line_errors, read_lines, without_secrets
 from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
@@ -38,7 +38,6 @@ PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # in the order in which they must run
 # All samples of a group have the same values of these keys in samples.jsonl.
 OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
-HIDDEN = "(hidden)"  # replaces secrets because users may share the page
 
 
 @dataclass
@@ -137,25 +136,12 @@ def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
     return trained + evaluated, notes
 
 
-def without_secrets(text: str) -> str:
-    """Hide the values of keys, tokens and passwords in a command line or in JSON."""
-    names = "(?:key|token|secret|password)"
-    text = re.sub(rf"(--(?:[\w-]+[-_])?{names}[ =])('[^']*'|\S+)", rf"\1{HIDDEN}", text)
-    return re.sub(rf'("(?:[^"]*[-_])?{names}": *)"[^"]*"', rf'\1"{HIDDEN}"', text)
-
-
 def settings_of(folder: Path) -> dict:
-    """Return the configuration of a run without the values of keys, tokens and passwords."""
+    """Return the configuration of a run without secrets, which older versions wrote to its files."""
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    settings = json.loads(path.read_text())
-    for key, value in settings.items():
-        if isinstance(value, str):
-            settings[key] = without_secrets(value)
-            if value and without_secrets(f"--{key} x").endswith(HIDDEN):
-                settings[key] = HIDDEN
-    return settings
+    return without_secrets(json.loads(path.read_text()))
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:

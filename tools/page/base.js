@@ -54,7 +54,10 @@ const go = changes => location.replace(link(changes));
 // ---- What a run did, according to its config.json
 function penaltyOf({reward_fn, reward_kwargs}) {  // λ; null: the judge only adds metrics; undefined: unknown
   const isFapo = /:compute_score_fapo(_oracle)?$/.test(reward_fn);
-  const {penalty = isFapo ? 1 : undefined} = JSON.parse(reward_kwargs ?? "{}");
+  // Python also reads Infinity and NaN, which are not JSON. They become strings.
+  const json = (reward_kwargs ?? "{}").replace(/"(?:\\.|[^"\\])*"|-?Infinity|NaN/g,
+    word => word.startsWith('"') ? word : `"${word}"`);
+  const {penalty = isFapo ? 1 : undefined} = JSON.parse(json);
   return penalty;
 }
 const advantageOf = run => run.settings.advantage ?? "grpo";
@@ -101,7 +104,7 @@ function understand(line) {
     paragraphs: line.turns?.map(turn => String(turn.text).replace(/^\n+|\n+$/g, ""))
       ?? line.response.split("\n\n").map(text => text.trim()).filter(Boolean),
     writers: line.turns?.map(turn => turn.who), turnTokens: line.turns?.map(turn => turn.tokens),
-    critique: critique ? String(critique) : null, score, penalty, reward, status: String(status),
+    critique: critique ? textOfValue(critique) : null, score, penalty, reward, status: String(status),
     // Paragraphs may have separate advantages (--credit prefix, vppo, steps).
     advantage: line.advantage, advantages: line.turns ? null : line.paragraph_advantages,
     tokenAdvantages: line.token_advantages, length: line.response_length,
@@ -110,7 +113,7 @@ function understand(line) {
 for (const run of RUNS) {
   for (const group of run.groups) {
     const {prompt, ground_truth: truth, data_source: source, samples} = group;
-    Object.assign(group, {prompt: String(prompt), truth: String(truth), source: String(source),
+    Object.assign(group, {prompt: textOfValue(prompt), truth: textOfValue(truth), source: String(source),
       samples: samples.map(understand)});
   }
 }

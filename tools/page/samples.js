@@ -210,7 +210,8 @@ function advantageWords(run, group, sample) {
 }
 
 function sampleView(run, group, chosen, isOpen) {
-  const sample = group.samples[chosen], {genrm_status: asked, genrm_error: error} = sample.info;
+  const sample = group.samples[chosen], {genrm_status: asked, genrm_error} = sample.info;
+  const error = textOfValue(genrm_error ?? "");
   let silence = `The critique was not stored; pass --reward-kwargs '{"keep_critique": true}' to store it.`;
   if (!asked || asked === "skipped") silence = "No judge was queried.";
   if (Object.keys(group.verdict).length) silence = "The group's verdict is above.";
