@@ -106,7 +106,7 @@ def test_a_made_up_run_that_cannot_learn(cause):
 
 
 def test_every_rule_is_tested():
-    assert {rule[0] for rule in diagnose.RULES} == BAD.keys() | MADE.keys()
+    assert {rule[0] for rule in diagnose.RULES} == BAD.keys() | MADE.keys() | {"accuracy-decline"}
     assert len(BAD.keys() | MADE.keys()) >= 15
 
 
@@ -159,6 +159,66 @@ def test_chance_is_no_fall():
     lines = [{"step": step, "reward/mean": -0.9, "reward/acc": 0.02 * (step < 4)} for step in range(1, 9)]
     assert "accuracy-collapse" not in named(lines)
     assert "accuracy-collapse" in named([line | {"reward/acc": 10 * line["reward/acc"]} for line in lines])
+
+
+def test_an_accuracy_that_falls_slowly_is_a_decline():
+    """With one update per step, actor/approx_kl is 0 and does not show that the learning rate is too high."""
+    about = {"reward/mean": 0.0, "actor/approx_kl": 0.0, "actor/updates": 1}
+
+    def found(accuracies):
+        lines = [{"step": step, "reward/acc": acc} | about for step, acc in enumerate(accuracies, 1)]
+        return named(lines).get("accuracy-decline")
+
+    # At steps 15 to 18, the mean of the last five is .28, .26, .25 and .24, more than a quarter below .42.
+    noise = [0.01, -0.01] * 9
+    falls = [0.42] * 8 + [0.39, 0.36, 0.33, 0.30, 0.27, 0.24, 0.24, 0.24, 0.24, 0.24]
+    finding = found([acc + off for acc, off in zip(falls, noise)])
+    assert finding.steps == [17, 18] and "accuracy/lost 0.4" in finding.evidence
+    assert "actor/approx_kl" not in finding.evidence and "--lr" in finding.remedy
+    # The same fall among steps that differ by .2 is chance, and a fall from .42 to .36 is small.
+    assert found([acc + 10 * off for acc, off in zip(falls, noise)]) is None
+    assert found([0.42, 0.41] * 6 + [0.36, 0.35] * 6) is None
+    numbers = diagnose.lost_accuracy([{"reward/acc": acc} for acc in [0.5, 0.4] * 3 + [0.3, 0.2] * 5])
+    lost = 1 - 0.24 / 0.46  # of the mean of .5, .4, .5, .4, .5, if the last five are .2, .3, .2, .3, .2
+    assert numbers["accuracy/lost"] == pytest.approx(lost)
+    assert numbers["accuracy/lost_in_errors"] == pytest.approx((0.46 - 0.24) / (0.1 / 5**0.5))
+    assert diagnose.lost_accuracy([{"reward/acc": acc} for acc in [0.5, 0.4] * 7]) == {}  # too few steps
+
+
+def test_an_environment_whose_state_is_not_in_the_prompt_repeats_no_prompts():
+    """The state may depend on trajectory.seed, so more rows would change nothing."""
+    lines = lines_of(GOOD["fapo"])[:10]
+    samples = [one | {"prompt": "Guess!"} for step in range(1, 11) for one in answers(step, "3")]
+    assert "repeated-prompts" in named(lines, samples)
+    turns = [{"who": "policy", "text": "4"}, {"who": "environment", "text": "Higher"}]
+    assert named(lines, [one | {"turns": turns} for one in samples]) == {}
+
+
+class Counted(dict):
+    """A dict that counts how often any of these dicts is read."""
+
+    reads = 0
+
+    def __getitem__(self, key):
+        Counted.reads += 1
+        return super().__getitem__(key)
+
+    def get(self, *arguments):
+        Counted.reads += 1
+        return super().get(*arguments)
+
+
+def test_the_work_grows_with_the_length_of_a_run_and_not_with_its_square():
+    """A served page of a long run repeats it at each reload."""
+    reads = []
+    for steps in (200, 400):
+        Counted.reads = 0
+        about = {"reward/mean": 0.5, "reward/acc": 0.5, "rollout/called": 0.5, "rollout/answered_turns": 1.0}
+        lines = [Counted({"step": step} | about) for step in range(1, steps + 1)]
+        samples = [Counted(one) for step in range(1, steps + 1) for one in answers(step, "3")]
+        assert diagnose.diagnose(lines, samples) == []
+        reads.append(Counted.reads)
+    assert 100 < reads[0] < reads[1] < 2.2 * reads[0]
 
 
 def test_a_rule_of_ones_own_is_a_row(monkeypatch):

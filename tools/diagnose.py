@@ -13,7 +13,9 @@ that can be seen only by comparison with another run or with a new metric. Needs
 """
 
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from math import nan, sqrt
 from operator import gt, lt
 from pathlib import Path
@@ -87,6 +89,9 @@ RULES = [
      "check that the servers have the current weights; --tis-cap 2 corrects small differences"),
     ("accuracy-collapse", 3, ["accuracy/first < 0.5"],
      "resume from an earlier checkpoint with a lower --lr, or check what the reward measures"),
+    # With one update per step, actor/approx_kl is 0 however high the learning rate is.
+    ("accuracy-decline", 3, ["accuracy/lost > 0.25", "accuracy/lost_in_errors > 3.5"],
+     "resume from an earlier checkpoint with a third of this --lr, or check what the reward measures"),
     # Longer responses may be better, and learning may lower the entropy.
     ("length-growth", 3, ["length/first > 2", "accuracy/first < 1"],
      "check whether the reward favours long responses; set --overlong-buffer"),
@@ -118,21 +123,22 @@ class Finding:
         return f"{self.name}, {steps}: {self.evidence}\n    {self.remedy}"
 
 
-def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
+def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) -> dict[str, float]:
     """Compute the numbers that rules need in addition to metrics. Unknown numbers are omitted.
 
     Args:
         lines: The metrics of the run up to this step.
         samples: The samples of the newest steps.
+        called_ever: The highest rollout/called so far.
     """
-    numbers = {}
+    numbers = lost_accuracy(lines)
     newest = lines[-1]
     for name, key in SINCE_START.items():  # relative to the mean of the first three steps
         first = sum(line.get(key, 0) for line in lines[:3]) / 3
         if first > 0.1 and key in newest:  # A quotient by a number near 0 means nothing.
             numbers[f"{name}/first"] = newest[key] / first
     if "rollout/called" in newest:
-        numbers["calls/ever"] = max(line.get("rollout/called", 0) for line in lines)
+        numbers["calls/ever"] = called_ever
     # This is an upper bound because wrong answers may be judged as well (judge_wrong).
     numbers["judged_right"] = newest.get("genrm/asked", 0) * newest.get("reward/acc", 0)
     share, error = audit(lines)
@@ -147,9 +153,32 @@ def derived_numbers(lines: list[dict], samples: list[dict]) -> dict[str, float]:
         prompts.add(sample["prompt"])
     if any(answers):
         numbers["without_answer"] = answers.count("[INVALID]") / len(answers)
-    if len(groups) >= 8:
+    # With turns, the state of an environment may depend on trajectory.seed instead of the prompt.
+    if len(groups) >= 8 and not any("turns" in sample for sample in samples):
         numbers["prompts/groups"] = len(prompts) / len(groups)
     return numbers
+
+
+def lost_accuracy(lines: list[dict]) -> dict[str, float]:
+    """Return which fraction of the accuracy was lost since the first steps, and how many standard errors.
+
+    This compares the means of the first and the last third of the steps, of at least 5 and at most 20 steps
+    each. The differences between consecutive steps measure the noise. Unknown numbers are omitted.
+    """
+    count = min(20, len(lines) // 3)
+    means = []
+    squares = []
+    for part in (lines[:count], lines[-count:]):
+        accuracies = [line["reward/acc"] for line in part if "reward/acc" in line]
+        if count < 5 or len(accuracies) < count:
+            return {}
+        means.append(sum(accuracies) / count)
+        squares += [(after - before) ** 2 for before, after in zip(accuracies, accuracies[1:])]
+    lost = means[0] - means[1]
+    error = sqrt(sum(squares) / len(squares) / count)  # Both means have a variance of half of this square.
+    if means[0] < 0.1 or not error:
+        return {}
+    return {"accuracy/lost": lost / means[0], "accuracy/lost_in_errors": lost / error}
 
 
 def audit(lines: list[dict]) -> tuple[float, float]:
@@ -188,7 +217,11 @@ def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) ->
         last: Return only findings of this many latest steps. None: of all steps.
     """
     lines = [line for line in lines if "reward/mean" in line]
-    samples = [sample for sample in samples if sample["split"] == "train"]
+    samples_at = defaultdict(list)  # by step
+    for sample in samples:
+        if sample["split"] == "train":
+            samples_at[sample["step"]].append(sample)
+    called = list(accumulate((line.get("rollout/called", 0) for line in lines), max))
     first = 0  # index of the first step to diagnose
     if last is not None:
         first = max(0, len(lines) - last)
@@ -197,8 +230,8 @@ def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) ->
     found = {}
     for end in range(max(0, first - longest + 1) + 1, len(lines) + 1):
         step = lines[end - 1]["step"]
-        recent = [sample for sample in samples if step - RECENT < sample["step"] <= step]
-        numbers.append(lines[end - 1] | derived_numbers(lines[:end], recent))
+        recent = [sample for at in range(step - RECENT + 1, step + 1) for sample in samples_at.get(at, ())]
+        numbers.append(lines[end - 1] | derived_numbers(lines[:end], recent, called[end - 1]))
         if end <= first:
             continue
         for name, count, conditions, remedy in RULES:
