@@ -27,7 +27,7 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
         """Return {(exercise, test): "PASSED" or "FAILED"}."""
         command = [sys.executable, "-m", "pytest", "-rA", "--tb=line", "-p", "no:cacheprovider", FOLDER]
         said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-        found = re.findall(rf"^(\w+) {FOLDER}/test_(\w+)\.py::(\w+)", said, re.M)
+        found = re.findall(rf"^(\w+) {FOLDER}/test_(\w+)\.py::(\w+(?:\[.*?\])?)", said, re.M)
         assert found and not re.search("^ERROR", said, re.M), said
         return {(exercise, test): result for result, exercise, test in found}
 

@@ -5,9 +5,10 @@ adds its answer, for example "7". `compute_score` rewards the final answer and s
 This is the obvious reward, but it teaches the policy to make up its prices ("pears=4"), because nine of ten
 guesses lead to the correct answer.
 
-Write `is_grounded` without an oracle and without the true prices. It checks whether the policy calculated
-with the tool's answers and with no other prices. `compute_score` already subtracts `penalty` if a correct
-answer is not grounded. Each turn names its author: {"who": "policy" or "tool", "text": ...}.
+Write `is_grounded` without an oracle and without the true prices. It checks whether the policy looked up each
+price, and calculated with the tool's answers and with no other prices. `compute_score` already subtracts
+`penalty` if a correct answer is not grounded. Each turn names its author:
+{"who": "policy" or "tool", "text": ...}.
 
     pytest docs/exercises/test_asking.py
     bash recipes/toy_tools.sh 0 outputs/class/asking --reward-fn docs/exercises/asking.py:compute_score
@@ -17,10 +18,12 @@ import compute_score as scores
 from toy import shop_world
 
 
-def is_grounded(turns: list[dict]) -> bool:
+def is_grounded(turns: list[dict], question: str) -> bool:
     """Return whether the policy adds and subtracts exactly the tool's answers, in the same order.
 
-    In the sum "65+7=72", for example, the tool must have returned the price 7. This function is the exercise.
+    In the sum "65+7=72", for example, the tool must have returned the price 7. An answer without look-ups is
+    a guess: the tool must have answered once for each deal in the question, such as "Ben has 65, sells pears,
+    buys nuts. More than 50?". This function is the exercise.
     """
     return True
 
@@ -31,7 +34,7 @@ def compute_score(
     """Score the answer, minus the cost of its look-ups, minus `penalty` if it is correct but not grounded."""
     result = scores.compute_score(data_source, solution_str, ground_truth)
     calls = sum(turn["who"] == "tool" for turn in turns)
-    ungrounded = result["acc"] and not is_grounded(turns)
+    ungrounded = result["acc"] and not is_grounded(turns, extra_info["question"])
     seen = shop_world.compute_score_outcome(data_source, solution_str, ground_truth, extra_info, turns)
     result |= {
         "score": result["score"] - call_cost * calls - penalty * ungrounded,

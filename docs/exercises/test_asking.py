@@ -25,6 +25,15 @@ ONCE = turns_of(
     ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+7=72\n\nnuts=7\n\n72-7=65\n\nMore \\boxed{yes}")
 )
 
+GUESSES = {
+    "without look-ups and sums": turns_of(("policy", "More \\boxed{yes}")),
+    "with a price and no sum": turns_of(("policy", "pears=4\n\nnuts=5\n\nMore \\boxed{yes}")),
+    "in sums with spaces": turns_of(("policy", "pears=4\n\n65 + 4 = 69\n\n69 - 5 = 64\n\nMore \\boxed{yes}")),
+    "after half of the look-ups": turns_of(
+        ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+7=72\n\nMore \\boxed{yes}")
+    ),
+}
+
 
 def score_of(turns, **settings):
     text = "".join(turn["text"] for turn in turns)
@@ -34,24 +43,29 @@ def score_of(turns, **settings):
 
 def test_a_grounded_answer_loses_only_the_cost_of_its_calls():
     """This test passes before and after the exercise."""
-    assert is_grounded(ASKED) and score_of(ASKED) == pytest.approx(1 - 2 * 0.03)
+    assert is_grounded(ASKED, QUESTION) and score_of(ASKED) == pytest.approx(1 - 2 * 0.03)
 
 
 def test_made_up_prices_cost_the_penalty():
-    assert not is_grounded(STATED) and score_of(STATED) == 0.0
+    assert not is_grounded(STATED, QUESTION) and score_of(STATED) == 0.0
     assert score_of(STATED, penalty=0.5) == 0.5
 
 
+@pytest.mark.parametrize("guess", GUESSES)
+def test_a_guess_earns_less_than_the_grounded_answer(guess):
+    assert not is_grounded(GUESSES[guess], QUESTION) and score_of(GUESSES[guess]) < score_of(ASKED)
+
+
 def test_one_answer_of_the_tool_does_not_cover_two_prices():
-    assert not is_grounded(ONCE)
+    assert not is_grounded(ONCE, QUESTION)
 
 
 def test_the_policy_cannot_write_the_tools_answers():
-    assert not is_grounded(FORGED)
+    assert not is_grounded(FORGED, QUESTION)
 
 
 def test_ignoring_the_tools_answer_is_not_grounded():
-    assert not is_grounded(IGNORED)
+    assert not is_grounded(IGNORED, QUESTION)
 
 
 def test_a_wrong_answer_loses_only_the_cost_of_its_calls():
