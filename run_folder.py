@@ -28,6 +28,7 @@ from dataclasses import MISSING, asdict, fields
 from importlib import metadata
 from itertools import chain, groupby
 from pathlib import Path
+from statistics import median
 
 import tyro
 
@@ -259,11 +260,14 @@ class Log:
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
 
     def seconds_left(self, step: int) -> float:
-        """Estimate the seconds until the last step from the last ten lines; 0 if none of them has a time."""
-        seconds = [line["time/step"] for line in self.history[-10:] if "time/step" in line]
+        """Estimate the seconds until the last step from the last ten steps; 0 if none of them has a time.
+
+        The first step is slow because it warms up, so it counts only while it is alone.
+        """
+        seconds = [line["time/step"] for line in self.history[-11:] if "time/step" in line]
         if not seconds:
             return 0.0
-        return (self.config.total_steps - step) * sum(seconds) / len(seconds)
+        return (self.config.total_steps - step) * median(seconds[1:] or seconds)
 
     def samples(self, step: int, split: str, groups: list[list], decode) -> None:
         """Write about `samples_per_step` samples of each data source to samples.jsonl.
@@ -378,8 +382,10 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
     if "time/step" in line:
         parts.append(f"{line['time/step']:.3g} s")
     if "time/step" in line and seconds_left:
-        minutes = math.ceil(seconds_left / 60)
-        parts.append(f"{minutes // 60}:{minutes % 60:02} h left")
+        left = f"{math.ceil(seconds_left / 60)} min left"
+        if seconds_left > 7200:
+            left = f"{seconds_left / 3600:.1f} h left"
+        parts.append(left)
     text = ""
     for part in parts:
         start = text.rfind("\n") + 1
