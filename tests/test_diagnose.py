@@ -119,6 +119,15 @@ def test_a_finding_ends_with_its_cause():
     assert "reward/no_verdict 0.3" in found["no-verdict"].evidence
 
 
+def test_a_finding_quotes_a_response_as_it_was_written():
+    about = {"response": "so\n\\boxed{it's}", "ground_truth": "it's"}
+    assert diagnose.evidence({"a": 1.0}, ["a > 0"], [about]) == (
+        'a 1; response "...so \\boxed{it\'s}", ground truth "it\'s"'
+    )
+    game = about | {"ground_truth": ""}  # An environment may have no ground truth.
+    assert diagnose.evidence({"a": 1.0}, ["a > 0"], [game]) == 'a 1; response "...so \\boxed{it\'s}"'
+
+
 def test_a_second_opinion_that_says_little_rings_nothing():
     """In each of 20 steps, audit 5 % of 100 answers, of which 8 % are flawed.
 
@@ -306,9 +315,10 @@ def test_bad_folders_are_refused_in_one_line(tmp_path):
     foreign = write(tmp_path / "foreign", [{"step": 1, "reward/mean": "high", "actor/entropy": "low"}] * 3)
     older = write(tmp_path / "older", [{"step": 1, "reward/mean": 0.5}])
     (older / "samples.jsonl").write_text('{"step": 1, "text": "of another version"}\n')
-    for folder in (tmp_path / "none", evaluated, foreign, older):
+    for folder, why in ((tmp_path / "none", "no training step"), (evaluated, "no training step"),
+                        (foreign, "(TypeError: "), (older, "(KeyError: 'split')")):  # fmt: skip
         code, out, err = command(folder)
-        assert code == 2 and out == "" and err.count("\n") == 1 and str(folder) in err, err
+        assert code == 2 and out == "" and err.count("\n") == 1 and str(folder) in err and why in err, err
 
 
 # ---- the trainer

@@ -508,6 +508,10 @@ def test_report_puts_any_runs_side_by_side(tmp_path, monkeypatch, capsys):
     head, _, before, a, b = capsys.readouterr().out.splitlines()
     assert head.endswith("| all sums right |") and before == "| initial policy" + 5 * " | 0.000" + " |"
     assert (a, b) == ("| a, step 1" + 5 * " | 0.250" + " |", "| b, step 1" + 5 * " | 0.750" + " |")
+    lines = [{"step": step, "val/toy/mean@1": 0.5} for step in (0, 1)]  # of a custom reward function
+    (tmp_path / "b/metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    report.main()
+    assert capsys.readouterr().out.splitlines()[-1] == "| b, step 1 | 0.500" + 4 * " | -" + " |"
     monkeypatch.setattr(sys, "argv", ["report", "--runs", "nowhere"])
     with pytest.raises(SystemExit):
         report.main()

@@ -713,6 +713,9 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
         assert refused.value.code == code
     with pytest.raises(ValueError, match="contains no run"):
         view_run.start_server([run / "checkpoints"])
+    port = int(address.split(":")[2].strip("/"))
+    with pytest.raises(OSError, match=f"^--port {port}: Address already in use; pass another port, or 0"):
+        view_run.start_server([run], port)
 
 
 @in_browser

@@ -23,7 +23,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import command_line, read_lines
+from run_folder import command_line, one_line_errors, read_lines
 
 RECENT = 10  # number of steps whose samples a finding uses
 SIGNS = {"<": lt, ">": gt}
@@ -248,7 +248,9 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
     if samples:
         end = " ".join(samples[-1]["response"][-40:].split())  # without line breaks
-        text += f"; response ...{end!r}, ground truth {samples[-1]['ground_truth']!r}"
+        text += f'; response "...{end}"'
+        if samples[-1]["ground_truth"] not in ("", None):
+            text += f', ground truth "{samples[-1]["ground_truth"]}"'
     return text
 
 
@@ -260,13 +262,16 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     """
     lines, _ = read_lines(folder / "metrics.jsonl")
     samples, _ = read_lines(folder / "samples.jsonl")
-    try:
-        found = diagnose(lines, samples)
-        if not any("reward/mean" in line for line in lines):
-            raise ValueError("metrics.jsonl has no training step")
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        print(f"error: {folder}: {error!r}; pass the --out-dir of a run of this version", file=sys.stderr)
-        raise SystemExit(2) from error
+    with one_line_errors():
+        try:
+            found = diagnose(lines, samples)
+            has_steps = any("reward/mean" in line for line in lines)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{folder}: is not a run of this version ({why}); pass another run") from error
+        if not has_steps:
+            raise ValueError(f"{folder}: metrics.jsonl has no training step; pass the --out-dir of a run, or "
+                             "wait for its first step")  # fmt: skip
     print("\n".join(map(str, found)) or "no findings")
 
 

@@ -253,7 +253,10 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
             pass  # A log line per poll would hide all other output.
 
     find_runs(folders)  # Fail early if a directory contains no runs.
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise OSError(f"--port {port}: {error.strerror}; pass another port, or 0 for a free one") from error
 
 
 def main() -> None:

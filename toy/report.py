@@ -11,7 +11,6 @@ imports run_folder.py.
 
 import sys
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -97,7 +96,8 @@ def policy_table(runs: dict[str, list[dict]], columns=COLUMNS) -> str:
         row = [label]
         for key in columns.values():
             # A custom reward function need not return this key.
-            row.append("%.3f" % line.get(f"val/{key}/mean@1", nan))
+            value = line.get(f"val/{key}/mean@1")
+            row.append("-" if value is None else "%.3f" % value)
         rows.append(row)
     return table(["512 held-out problems", *columns], *rows)
 
