@@ -117,7 +117,7 @@ def check_files(job: Job):
             raise FileChanged(f"{file} has changed since the run began; restore the file or start a new run")
 
 
-def load_function(spec: str, kind: str = "reward function"):
+def load_function(spec: str, kind: str = "--reward-fn"):
     """Load the function FILE:NAME. The file may import files in its folder. Raise ValueError on failure."""
     file, _, name = spec.rpartition(":")
     path = Path(file)
@@ -134,10 +134,13 @@ def load_function(spec: str, kind: str = "reward function"):
         reason = f"loading the file failed: {error_line(error, file)}"
         if "relative import" in reason:  # The file belongs to a package.
             reason += "; pass a file outside the package that imports the function"
-        raise ValueError(f"{kind} {spec!r}: {reason}") from error
+        raise ValueError(f"{kind} {spec}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{kind} {spec!r}: {path.name} has no function {name!r}")
+        here = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"
+                and value.__module__ == module_name]  # fmt: skip
+        raise ValueError(f"{kind} {spec}: {path.name} has no function {name}; it defines "
+                         f"{', '.join(here[:10]) or 'no function'}")  # fmt: skip
     return function
 
 

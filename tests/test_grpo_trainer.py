@@ -1075,7 +1075,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(val_top_p=0.0), "--val-top-p 0.0: must be above 0"),
         (dict(train_file=__file__), "test_grpo_trainer.py: the name must end in .parquet, .jsonl"),
         (dict(reward_fn="/nowhere.py:x"), "--reward-fn /nowhere.py:x: the file /nowhere.py does not exist"),
-        (dict(reward_fn=f"{toy_world.__file__}:nothing"), "has no function 'nothing'"),
+        (dict(reward_fn=f"{toy_world.__file__}:nothing"), "toy_world.py has no function nothing"),
         (dict(genrm=("nowhere",)), "--genrm nowhere: must be a folder with config.json"),
         (dict(val_file=("val.parquet:0",)), "val.parquet:0: the name must end in .parquet, .jsonl"),
     ],

@@ -733,7 +733,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"reward_fn": "nowhere.py:f"}, "nowhere.py does not exist"),
         ({"reward_fn": "compute_score"}, "must be FILE.py:NAME"),
         ({"reward_fn": f"{ROOT}/README.md:f"}, "must be FILE.py:NAME"),
-        ({"reward_fn": f"{FAULTS}:nothing"}, "no function 'nothing'"),
+        ({"reward_fn": f"{FAULTS}:nothing"}, "no function nothing; it defines act, sync_fault"),
         (
             {"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}},
             "unexpected keyword argument 'penlty'",

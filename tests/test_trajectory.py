@@ -945,7 +945,7 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(function="missing"), "--rollout-fn .*has no function 'missing'"),
+        (dict(function="missing"), "--rollout-fn .*has no function missing; it defines .*reward"),
         (dict(function="reward"), "--rollout-fn .*async def"),
         (dict(rollout_kwargs='{"price": 1}'), "--rollout-fn .*price"),
         (dict(rollout_kwargs="[]"), "--rollout-kwargs"),
