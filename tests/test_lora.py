@@ -60,6 +60,16 @@ def test_only_adapters_learn_and_what_is_served_computes_the_same(model):
     assert (own - model(IDS).logits).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("device, frozen", [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_frozen_layers_alone_take_half_the_memory_on_a_gpu(model, device, frozen):
+    """Only dtypes are set here, so no GPU is needed."""
+    policy, _ = learnt(model)
+    causal_lm.set_dtypes(policy.model, 4, device)
+    for name, parameter in policy.model.named_parameters():
+        is_frozen_layer = ".layers." in name and not parameter.requires_grad
+        assert parameter.dtype == (frozen if is_frozen_layer else torch.float32), name
+
+
 def test_a_layers_weight_is_its_own_plus_alpha_by_rank_times_b_a(model):
     policy = policy_of(model, lora_rank=4, lora_alpha=12, lora_targets=("v_proj",))
     learning = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}

@@ -636,6 +636,22 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(mode
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and saved[1] < 0.7 * saved[0]
 
 
+def test_a_weight_takes_sixteen_bytes_between_updates_and_servers_get_two(model):
+    """Weights, gradients and both moments are float32. A reference model adds four bytes."""
+    for kl_coef, expected in ((0.0, 16), (0.1, 20)):
+        policy = policy_of(model, kl_coef=kl_coef)
+        policy.update(groups_of(a_step(model)), lr=1e-3)
+        weights = list(policy.model.parameters())
+        held = weights + [weight.grad for weight in weights]
+        for state in policy.optimizer.state.values():
+            held += [state["exp_avg"], state["exp_avg_sq"]]
+        if policy.reference is not None:
+            held += policy.reference.parameters()
+        assert {tensor.dtype for tensor in held} == {torch.float32}
+        assert sum(tensor.nbytes for tensor in held) == expected * sum(weight.numel() for weight in weights)
+        assert {weight.dtype for _, weight in policy.weights(torch.bfloat16)} == {torch.bfloat16}
+
+
 def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():
     """Mamba passes its state under a different name and ignores the key-value cache, so responses would not
     depend on their prompts.

@@ -99,6 +99,21 @@ def uneven_step(model):
     return samples
 
 
+def bytes_held(group):
+    """Return the bytes of weights, gradients and moments that each rank keeps between updates."""
+
+    def held(policy):
+        weights = list(policy.model.parameters())
+        tensors = weights + [weight.grad for weight in weights]
+        for state in policy.optimizer.state.values():
+            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        if policy.reference is not None:
+            tensors += policy.reference.parameters()
+        return sum(tensor.to_local().nbytes for tensor in tensors)
+
+    return ray.get([actor.__ray_call__.remote(held) for actor in group.actors])
+
+
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
     """Each number of ranks trains one step, starting from the checkpoint of the previous number.
 
@@ -127,6 +142,10 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
         got, expected = (policy.update(groups_of(steps[ranks]), 1e-3) for policy in (group, alone))
         assert got.keys() == expected.keys() and got["actor/updates"] == 2
         assert got == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in expected.items()}
+        bytes_per_weight = 20 if alone.reference else 16  # weights, gradients and two moments in float32
+        numel = sum(weight.numel() for weight in alone.model.parameters())
+        for held in bytes_held(group):
+            assert held == pytest.approx(bytes_per_weight * numel / ranks, rel=0.1)
         group.save(tmp_path / f"of_{ranks}")
         group.shutdown()
     last = Policy(settings(folder), str(tmp_path / "of_3"), CPU)
