@@ -1,4 +1,4 @@
-"""A run over several hosts (network namespaces, see benchmarks/hosts.py), one of which is disconnected.
+"""A run over several hosts (network namespaces, see hosts.py), one of which is disconnected.
 
 Needs root and `ip`. Scripted servers replace vLLM, but use the real weights of the policy.
 """
@@ -18,12 +18,11 @@ import psutil
 import pytest
 from transformers import Qwen2Config
 
+from hosts import address_of, played_hosts
 from test_reward_loop import free_port
 from tiny import write_model
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from hosts import address_of, played_hosts
 
 # This server replaces vLLM. It samples token by token with the model in its folder, reloads the model on
 # request, and finds no error as a judge.

@@ -1,7 +1,7 @@
 """--overlap: what may overlap, what must not, what is trained on, and runs that are stopped, killed or fail.
 
-The tests run the trainer's loop with the stand-ins of benchmarks/bench_pipeline.py: a real HTTP server whose
-responses end when a test decides, and begin with the version of the weights that sampled them.
+The tests run the trainer's loop with the stand-ins of played_run.py: a real HTTP server whose responses end
+when a test decides, and begin with the version of the weights that sampled them.
 """
 
 import asyncio
@@ -20,12 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import bench_pipeline
 import grpo_trainer
 import run_folder
-from bench_pipeline import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers
 from grpo_trainer import draw
+from played_run import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers, write_input
 from policy import RanksLost
 
 PER_STEP = 16  # samples: 4 prompts x 4
@@ -33,7 +31,7 @@ PER_STEP = 16  # samples: 4 prompts x 4
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    return bench_pipeline.write_input(tmp_path_factory.mktemp("pipeline"))
+    return write_input(tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +146,7 @@ class JudgedLate(PlayedRewards):
             await until(lambda: self.scene.asked == ahead)
             future.set_result(ready)
 
-        asyncio.run_coroutine_threadsafe(answer(), self.loop)
+        asyncio.run_coroutine_threadsafe(answer(), self.scene.servers.loop)
         return future
 
 

@@ -7,7 +7,7 @@
 This script runs all checks of the trainer, then estimates memory from each model's config.json. On GPUs, it
 also reserves the resources of the run in Ray, prints the processes of each node, and releases the resources;
 if you pass --gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit
-into the key-value cache. benchmarks/simulate.py estimates time.
+into the key-value cache.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def head_size(text) -> int:
 def activations_of(config, text, tokens: int, device: str) -> int:
     """Return the number of activations that the backward pass of a micro-batch needs.
 
-    The formulas for GPUs agree with the counts of benchmarks/fake_gpu.py.
+    The formulas for GPUs agree with counts on fake tensors (benchmarks/README.md).
     """
     layers = text.num_hidden_layers
     hidden = text.hidden_size

@@ -4,8 +4,7 @@ loopback, Ray session and shared memory. The hosts form one Ray cluster, which r
     with played_hosts(folder, SERVER) as on:
         process = on("h1", sys.executable, "grpo_trainer.py", ..., log=folder / "run.log")
 
-tests/test_cluster.py disconnects a host, and bench_cluster.py limits the links. Both need root and `ip`. Not
-covered: separate clocks, disks and cores.
+test_cluster.py disconnects a host. This needs root and `ip`. Not covered: separate clocks, disks and cores.
 """
 
 import contextlib
@@ -29,14 +28,6 @@ def address_of(host: str) -> str:
 
 def run(command: str) -> None:
     subprocess.run(command.split(), check=True)
-
-
-def limit_links(bytes_per_s: float) -> None:
-    """Limit the bytes per second into and out of each host."""
-    rate = f"root tbf rate {8 * bytes_per_s:.0f}bit burst 128kb latency 50ms"
-    for host in CPUS:
-        run(f"tc -n {host} qdisc add dev eth0 {rate}")
-        run(f"tc qdisc add dev {host}out {rate}")
 
 
 @contextlib.contextmanager
