@@ -1,14 +1,18 @@
-"""Collect finished runs in docs/evidence/runs.jsonl, and generate the figures, tables and CSV files from it.
+"""Collect finished runs in docs/evidence/*.jsonl, and generate all figures, tables and CSV files from them.
 
     make evidence                                         # seven to nine hours: the runs, then this script
     python docs/make_evidence.py --runs outputs/evidence  # adds the finished runs of recipes/evidence.sh
-    python docs/make_evidence.py                          # regenerates figures and tables from runs.jsonl
+    python docs/make_evidence.py --runs outputs/disrm     # adds the finished runs of recipes/toy_disrm.sh
+    python docs/make_evidence.py                          # regenerates figures and tables
 
-Each line of runs.jsonl is one run: its world (a checkpoint with its data), algorithm and seed, the held-out
+Each line of a JSONL file is one run: its world (a checkpoint with its data), algorithm and seed, the held-out
 metrics before and after training, and the rollout metrics of each step. In the pages, each table stands
 between <!-- evidence: NAME --> and <!-- end -->. Larger tables are CSV files. A test checks that all tables
-match runs.jsonl. A cell is the median of the runs, with the range in parentheses. A run in --runs replaces an
-earlier run with the same world, algorithm and seed.
+match the JSONL files. A cell is the median of the runs, with the range in parentheses. A run in --runs
+replaces an earlier run with the same world, algorithm and seed.
+
+To add an algorithm to a table, add its name and title to one of the dicts below, such as VARIANTS. To add a
+table, add a Table to PAGE_TABLES or CSV_TABLES.
 """
 
 import csv
@@ -17,12 +21,12 @@ import json
 import math
 import os
 import re
-import statistics
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from statistics import fmean, median
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
@@ -35,23 +39,25 @@ from run_folder import read_lines
 from toy.report import COLUMNS, cell, read_metrics, table
 from toy.toy_world import parse_problem, write_solution
 
-FILE = DOCS / "evidence" / "runs.jsonl"
-PAGES = (DOCS.parent / "README.md", DOCS / "evidence.md", DOCS / "algorithms.md", DOCS / "questions.md")
-WAYS = {"mean@1": "temperature 1", "greedy": "greedy"}
-PANELS = {
-    "acc": "answer accuracy",
-    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(fraction of correct answers)",
-    "truly_correct": "fully correct\n(correct answer, no wrong step)",
-    "flawed_positive_rate": "flawed positives as the judge sees them\n(fraction of correct answers)",
-}
+FOLDER = DOCS / "evidence"
+FILES = ("runs.jsonl", "shop.jsonl", "classifier.jsonl")
+LAST = 10  # Some columns summarise the training samples of this many steps.
+
+# ---- worlds, and the algorithms in each of them
+
 STANDARD = ("warm0", "warm1", "warm2")
 COMPARED = ("algo0", "algo1", "algo2")  # separate checkpoints for the comparison of algorithms
+# The second world's three shipped checkpoints (toy/models). Another kind of processor produces their twins,
+# again0 to again2, from the same seeds.
+OWN = ("own0", "own1", "own2")
+SHOP = ("shop0", "shop1", "shop2")  # the world with a tool
 NAMES = {
     "rule": "outcome reward only",
     "fapo_judge": "FAPO, served judge",
     "fapo_oracle": "FAPO, oracle as judge",
     "papo_oracle": "PAPO, oracle as judge",
 }
+TWO = {name: NAMES[name] for name in ("rule", "fapo_oracle")}
 FIRST_TABLE = {  # rows of the table in the README
     "rule": "GRPO, outcome reward only",
     "fapo_judge": "FAPO, judge trained and served",
@@ -72,9 +78,12 @@ ALGORITHMS = {
     "prefix_judge": "FAPO, served judge, `--credit prefix`",
     "vppo_judge": "VPPO, served judge",
 }
-# The second world's three shipped checkpoints (toy/models). Another kind of processor produces their twins,
-# again0 to again2, from the same seeds.
-OWN = ("own0", "own1", "own2")
+PENALTIES = {
+    "rule": "λ = 0 (outcome reward only)",
+    "penalty0.667": "λ = 2/3",
+    "fapo_oracle": "λ = 1",
+    "penalty1.333": "λ = 4/3",
+}
 OWN_ALGORITHMS = {
     "rule": "outcome reward only",
     "fapo_oracle": "FAPO",
@@ -126,7 +135,6 @@ FORBIDDING = {  # With lambda = 2, flawed positives score like wrong answers.
 }
 SCHEDULED = {name: f"FAPO, λ: {SCHEDULES[name]}" for name in ("later", "linear", "majority")}
 SCHEDULED["later2"] = "FAPO, λ: 0 for 20 steps, then 2"
-UNASKED = {"later": 20, "later2": 20}  # number of initial steps without a judge, because lambda is 0
 OVERLOOKING = {  # FAPO with judges of different recall, from the second world's checkpoint 1
     "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall .5",
@@ -138,21 +146,56 @@ OVERLOOKING = {  # FAPO with judges of different recall, from the second world's
     "fapo_judge_long": "FAPO, served judge, the policies' own flaws, {steps} steps",
     "fapo_oracle": "FAPO, oracle as judge",
 }
+OVERLOOKING_SHORT = {name: title for name, title in OVERLOOKING.items() if not name.endswith("_long")}
 OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own flaws"}
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
-# These algorithms also query the judge on wrong answers.
-LOCATED = ("prefix_oracle", "vppo_oracle", "steps_oracle", "place_oracle", "prefix_long", "vppo_long")
-OWN_COLUMNS = {
-    "accuracy": "toy",
-    "flawed positives": "toy/oracle_flawed_positive_rate",
-    "fully correct": "toy/truly_correct",
-    "all sums right": "toy/sums_right",
-    '"How many?" accuracy': "toy_total",
+BESIDE = {
+    "rule": "outcome reward only",
+    "classifier": "classifier score as the reward",
+    "flagged": "FAPO, classifier as the judge",
+    "fapo_judge": "FAPO, generative judge",
+    "fapo_oracle": "FAPO, oracle as the judge",
 }
-MAIN_COLUMNS = {name: COLUMNS[name] for name in ("flawed positives", "fully correct")}
-TOY_COLUMNS = {"accuracy": COLUMNS["accuracy"], **MAIN_COLUMNS}  # without "How many?" questions
-HALF_CORRECT = "step at which half are fully correct"
-REPEATED = ("flawed positives", "fully correct")  # columns that are also shown for the twin checkpoint
+CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
+TOOL_NAMES = {
+    "outcome": "outcome reward only",
+    "outcome_dr_grpo": "outcome reward only, `--advantage dr_grpo`",
+    "fapo": "FAPO",
+    "prefix": "FAPO, `--credit prefix`",
+    "vppo": "VPPO, FAPO's score",
+}
+COSTS = {"_cost0": "0", "_cost0.01": "0.01", "": "0.03", "_cost0.1": "0.1"}  # end of the name -> cost
+FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.sh
+    "outcome": "--reward-fn toy/shop_world.py:compute_score_outcome",
+    "outcome_dr_grpo": "--reward-fn toy/shop_world.py:compute_score_outcome --advantage dr_grpo",
+    "fapo": "",
+    "prefix": "--credit prefix",
+    "vppo": "--advantage vppo --prefix-cut 0",
+}
+SECOND_WORLD = {  # flags of each algorithm, in addition to those in recipes/second_world.sh
+    "rule": "--reward-fn toy/toy_world.py:compute_score_baseline",
+    "fapo_oracle": "",
+    "prefix_oracle": "--credit prefix",
+    "vppo_oracle": "--advantage vppo --prefix-cut 0",
+    "papo_oracle": "--advantage papo",
+    "steps_oracle": "--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage steps",
+}
+# Algorithms that query no judge (their names start like this), and those that query it on wrong answers too.
+UNJUDGED = ("rule", "distill", "outcome")
+LOCATED = ("prefix", "prefix_oracle", "prefix_long", "vppo", "vppo_oracle", "vppo_long", "steps_oracle",
+           "place_oracle")  # fmt: skip
+UNASKED = {"later": 20, "later2": 20}  # number of initial steps without a judge, because lambda is 0
+PANELS = {
+    "acc": "answer accuracy",
+    "oracle_flawed_positive_rate": "flawed positives by the oracle\n(fraction of correct answers)",
+    "truly_correct": "fully correct\n(correct answer, no wrong step)",
+}
+TOOL_PANELS = {
+    "acc": "accuracy",
+    "truly_correct": "fully correct (every price looked up, every sum right)",
+    "calls": "look-ups per problem",
+}
+CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "calls", "flawed_positive_rate", "lambda")
 COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
     "rule": "#D55E00",
     "fapo_judge": "#0072B2",
@@ -162,56 +205,66 @@ COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
     "vppo_oracle": "#000000",
     "steps_oracle": "#999999",
     "distill": "#7F4F24",
-}
-IN_USE = {
-    "accuracy": "acc",
-    "flawed positives found by the judge": "flawed_positive_rate",
-    "flawed positives counted by the oracle": "oracle_flawed_positive_rate",
-}
-OF_JUDGES = {
-    "recall": "fapo_critic/recall",
-    "specificity": "fapo_critic/sound_kept",
-    "first-error accuracy": "fapo_critic/location",
+    "outcome": "#D55E00",
+    "fapo": "#0072B2",
+    "classifier": "#CC79A7",
+    "flagged": "#E69F00",
+    "truly correct": "#0072B2",
+    "flawed positives": "#D55E00",
+    "wrong": "#999999",
 }
 
 
 @dataclass
 class Config:
-    """Generate the figures and tables from runs.jsonl. With --runs, add finished runs to runs.jsonl first."""
+    """Generate the figures and tables from docs/evidence/*.jsonl. With --runs, add finished runs first."""
 
     runs: Path | None = None
-    """Folder with the finished runs: WORLD/ALGORITHM_seedN and WORLD/trained_judge."""
+    """Folder with the finished runs: WORLD/ALGORITHM_seedN, WORLD/trained_judge or seedN/classifier."""
+
+
+# ---- collecting runs
 
 
 def collect(folder: Path) -> list[dict]:
     """Return one dict per run, sorted by name. Raises ValueError if a run has not finished."""
     runs = []
     for path in sorted(folder.glob("*/*/metrics.jsonl")):
-        if path.parent.parent.name.startswith("shop"):  # collected by docs/make_shop.py
-            continue
         metrics = read_metrics(path.parent)
+        world = path.parent.parent.name
         algorithm, _, seed = path.parent.name.partition("_seed")
-        before, after = (
-            {key[4:]: round(line[key], 4) for key in line if re.match(r"val/.*/(mean@1|greedy)$", key)}
-            for line in (metrics[0], metrics[-1])
-        )
-        curves = {
-            name: [round(line[f"reward/{name}"], 4) for line in metrics if f"reward/{name}" in line]
-            for name in (*PANELS, "lambda")
-        }
-        run = dict(world=path.parent.parent.name, algorithm=algorithm, seed=int(seed or 0))
-        run |= dict(steps=metrics[-1]["step"], before=before, after=after, seconds=seconds_of(metrics))
-        if run["world"] in OWN and algorithm not in OWN_JUDGES:
-            run |= count_flaws(path.parent, since=run["steps"] - 9)
-        runs.append(run | {"curves": {name: curve for name, curve in curves.items() if curve}})
+        if algorithm in CLASSIFIED:  # These runs start from the shipped models.
+            world, seed = COMPARED[0], world.removeprefix("seed")
+        run = {"world": world, "algorithm": algorithm, "seed": int(seed or 0), "steps": metrics[-1]["step"]}
+        for when, line in ("before", metrics[0]), ("after", metrics[-1]):
+            keys = [key for key in line if re.match(r"val/.*/(mean@1|greedy)$", key)]
+            run[when] = {key[4:]: round(line[key], 4) for key in keys}
+        run["seconds"] = round(sum(line.get("time/step", 0.0) for line in metrics), 1)
+        curves = {key: curve_of(metrics, key) for key in CURVES}
+        run["curves"] = {key: curve for key, curve in curves.items() if curve}
+        if algorithm in CLASSIFIED or world in OWN and algorithm not in OWN_JUDGES:
+            run |= count_flaws(path.parent, since=run["steps"] - LAST + 1)
+        if algorithm in CLASSIFIED:
+            spread = [line["reward/groups_with_spread"] for line in metrics[1:]]
+            steps = range(1, run["steps"] + 1)
+            for when, some in ("first", slice(LAST)), ("last", slice(-LAST, None)):
+                run[when] = count_accepted(path.parent, steps[some])
+                run[f"{when}_spread"] = fmean(spread[some])
+        runs.append(run)
     if not runs:
         raise ValueError(f"--runs {folder}: contains no finished run; run make evidence first")
     return runs
 
 
-def seconds_of(metrics: list[dict]) -> float:
-    """Return the total duration of a run's steps."""
-    return round(sum(line.get("time/step", 0.0) for line in metrics), 1)
+def curve_of(metrics: list[dict], key: str) -> list[float]:
+    """Return a rollout metric of each step, or [] if no step has it.
+
+    A rate among correct answers is missing in a step without correct answers, and counts as 0 there.
+    """
+    values = [line.get(f"reward/{key}") for line in metrics if line["step"]]
+    if set(values) == {None}:
+        return []
+    return [round(value or 0.0, 4) for value in values]
 
 
 def kind_of_flaw(question: str, solution: str) -> str:
@@ -234,6 +287,10 @@ def kind_of_flaw(question: str, solution: str) -> str:
     return "other"
 
 
+def training_samples(folder: Path) -> list[dict]:
+    return [line for line in read_lines(folder / "samples.jsonl")[0] if line["split"] == "train"]
+
+
 def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
     """Count flaws in the training samples from step `since` on.
 
@@ -242,10 +299,10 @@ def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
         the judge accepted ("passed"), and the flawed positives of each kind among those ("overlooked").
     """
     flaws, overlooked, passed = Counter(), Counter(), 0
-    for line in read_lines(folder / "samples.jsonl")[0]:
-        info = line["reward_extra_info"]
-        if line["split"] != "train" or line["step"] < since:
+    for line in training_samples(folder):
+        if line["step"] < since:
             continue
+        info = line["reward_extra_info"]
         is_right = info["oracle_flawed_positive"] or info["truly_correct"]
         is_passed = is_right and info.get("flawed_positive") is False
         passed += is_passed
@@ -256,8 +313,30 @@ def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
     return {"flaws": dict(flaws), "passed": passed, "overlooked": dict(overlooked)}
 
 
+def count_accepted(folder: Path, steps: range) -> dict[str, list[int]]:
+    """Return {the oracle's verdict: [samples with a score above 0, all samples]} for these steps."""
+    counts = {"truly correct": [0, 0], "flawed positive": [0, 0], "wrong": [0, 0]}
+    for line in training_samples(folder):
+        if line["step"] in steps:
+            verdict = "wrong"
+            if line["reward_extra_info"]["truly_correct"]:
+                verdict = "truly correct"
+            elif line["reward_extra_info"]["oracle_flawed_positive"]:
+                verdict = "flawed positive"
+            counts[verdict][0] += line["reward_score"] > 0
+            counts[verdict][1] += 1
+    return counts
+
+
+def file_of(run: dict) -> str:
+    """Return the name of the JSONL file that holds this run."""
+    if run["world"] in SHOP:
+        return "shop.jsonl"
+    return "classifier.jsonl" if run["algorithm"] in CLASSIFIED else "runs.jsonl"
+
+
 def read() -> list[dict]:
-    return [json.loads(line) for line in FILE.read_text().splitlines()]
+    return [json.loads(line) for name in FILES for line in (FOLDER / name).read_text().splitlines()]
 
 
 def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
@@ -269,335 +348,35 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     return found
 
 
-def row(
-    name: str, runs: list[dict], columns: dict[str, str], way: str = "mean@1", when: str = "after"
-) -> list[str]:
-    return [name, *(cell([run[when][f"{key}/{way}"] for run in runs]) for key in columns.values())]
+def with_same_seeds(runs: list[dict], algorithms: list[str]) -> list[dict]:
+    """Return the runs of these algorithms from those checkpoints and seeds that all of them have."""
+    found = [run for run in runs if run["algorithm"] in algorithms]
+    of_start = Counter((run["world"], run["seed"]) for run in found)
+    return [run for run in found if of_start[run["world"], run["seed"]] == len(algorithms)]
 
 
-def half_correct(run: dict) -> float:
-    """Return the first step at which half of the samples are fully correct (smoothed), or infinity."""
-    values = smooth(run["curves"].get("truly_correct", []))
-    return next((step for step, value in enumerate(values, 1) if value >= 0.5), math.inf)
-
-
-def half_mended(run: dict) -> float:
-    """Return the first step at which the smoothed flawed-positive rate has halved, or infinity."""
-    values = smooth(run["curves"]["oracle_flawed_positive_rate"])
-    half = run["before"]["toy/oracle_flawed_positive_rate/mean@1"] / 2
-    return next((step for step, value in enumerate(values, 1) if value <= half), math.inf)
-
-
-def algorithm_rows(runs: list[dict], columns: dict[str, str], *worlds: str) -> list[list[str]]:
-    """Return the rows of the algorithms with finished runs in each of these worlds."""
-    rows = []
-    for algorithm, title in ALGORITHMS.items():
-        some = [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
-        if {run["world"] for run in some} == set(worlds):
-            reached = cell(list(map(half_correct, some)), 0)
-            rows.append([*row(title, some, columns), reached, str(len(some))])
-    return rows
-
-
-def algorithms_table(runs: list[dict], *worlds: str) -> str:
-    """Return a table of the algorithms. algorithms.csv also has the accuracy on "How many?" questions."""
-    rows = algorithm_rows(runs, TOY_COLUMNS, *worlds)
-    return table(["method", *TOY_COLUMNS, HALF_CORRECT, "runs"], *rows)
-
-
-def calls(run: dict) -> float:
-    """Return the mean number of judge calls per step of 128 samples.
-
-    An algorithm queries the judge on no answers, on the correct answers or on all answers.
-    """
-    if run["algorithm"].startswith(("rule", "distill")):
-        return 0.0
-    if run["algorithm"].startswith(LOCATED):
-        return 128.0
-    right = run["curves"]["acc"]
-    return 128 * sum(right[UNASKED.get(run["algorithm"], 0) :]) / len(right)
-
-
-def schedule_table(runs: list[dict]) -> str:
-    """Return a table of FAPO with fixed and scheduled lambda from the second world's checkpoint 0."""
-    rows = []
-    for name, title in SCHEDULES.items():
-        some = of(runs, name, OWN[0])
-        asked = f"{statistics.median(map(calls, some)):.0f}"
-        rows.append([*row(title, some, MAIN_COLUMNS), cell(list(map(half_mended, some)), 0), asked])
-    return table(["λ", *MAIN_COLUMNS, HALVED, "judge calls per step"], *rows)
-
-
-def forbidding_table(runs: list[dict], world: str) -> str:
-    """Return a table that compares forbidding flawed positives from the first step, later or never."""
-    rows = [row("initial policy", of(runs, "rule", world), MAIN_COLUMNS, when="before") + ["", ""]]
-    for name, title in FORBIDDING.items():
-        some = of(runs, name, world)
-        halfway = [smooth(run["curves"]["truly_correct"])[run["steps"] // 2 - 1] for run in some]
-        turns = [turning_point(run) or math.inf for run in some]
-        rows.append([*row(title, some, MAIN_COLUMNS), cell(halfway), cell(turns, 0)])
-    heads = [*MAIN_COLUMNS, "fully correct, halfway", "ρ = 1 at step"]
-    return table(["flawed positives are", *heads], *rows)
-
-
-def of_start(runs: list[dict], name: str, title: str, world: str, when: str = "after") -> list[str]:
-    """Return a row for the columns OWN_HEADS: an algorithm's results from a checkpoint and from its twin."""
-    found = of(runs, name, world)
-    twin = [run for run in runs if (run["world"], run["algorithm"]) == (world.replace("own", "again"), name)]
-    cells = row(title.format(steps=found[0]["steps"]), found, OWN_COLUMNS, when=when)
-    if when == "after":
-        asked = f"{statistics.median(map(calls, found)):.0f}"
-        cells += [cell(list(map(half_mended, found)), 0), asked, str(len(found))]
-    else:
-        cells += ["", "", ""]
-    for name in REPEATED:
-        if twin:
-            cells.append(cell([run[when][f"{OWN_COLUMNS[name]}/mean@1"] for run in twin]))
-        else:
-            cells.append("")
-    return cells
-
-
-def own_rows(runs: list[dict], names: dict[str, str], world: str, head: str = "") -> list[list[str]]:
-    """Return rows for a checkpoint of the second world and for each algorithm with runs from it."""
-    there = {run["algorithm"] for run in runs if run["world"] == world}
-    rows = [of_start(runs, "rule", f"{head}initial policy", world, "before")]
-    return rows + [of_start(runs, name, head + names[name], world) for name in names if name in there]
-
-
-HALVED = "step at which the flawed-positive rate has halved"
-OWN_HEADS = ["512 held-out problems", *OWN_COLUMNS, HALVED, "judge calls per step", "runs"]
-OWN_HEADS += [f"{name}, twin checkpoint" for name in REPEATED]
-
-
-def judges_table(runs: list[dict]) -> str:
-    """Return a table of FAPO with judges of different recall; second_world.csv has more columns and rows."""
-    shown = ["512 held-out problems", *MAIN_COLUMNS]
-    places = [OWN_HEADS.index(name) for name in shown]
-    short = {name: title for name, title in OVERLOOKING.items() if not name.endswith("_long")}
-    rows = own_rows(runs, short, OWN[1])
-    return table(shown, *([cells[place] for place in places] for cells in rows))
-
-
-def flaws_by_start(runs: list[dict]) -> str:
-    """Return a table of flawed-positive rates, with one row per algorithm and one column per checkpoint."""
-    columns, place = {}, OWN_HEADS.index("flawed positives")
-    for world in starts(runs):
-        rows = own_rows(runs, OWN_ALGORITHMS, world)
-        columns[f"checkpoint {world[-1]}"] = {cells[0]: cells[place] for cells in rows}
-    titles = ["initial policy", *OWN_ALGORITHMS.values()]
-    rows = [[title, *(column.get(title, "") for column in columns.values())] for title in titles]
-    return table(["flawed positives (of correct answers)", *columns], *rows)
-
-
-def csv_table(heads: list[str], *rows: list[str]) -> str:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([heads, *rows])
-    return file.getvalue()
-
-
-def csv_files(runs: list[dict]) -> dict[str, str]:
-    """Return {name in docs/evidence: CSV text} for the tables that are too large for a page."""
-    made, rows = {}, []
-    for world, names in ((OWN[0], OWN_ALGORITHMS | VARIANTS | SCHEDULED),
-                         (OWN[1], OWN_ALGORITHMS | OVERLOOKING), (OWN[2], OWN_ALGORITHMS)):  # fmt: skip
-        rows += [[world[-1], *cells] for cells in own_rows(runs, names, world)]
-    made["second_world.csv"] = csv_table(["checkpoint", *OWN_HEADS], *rows)
-    made["kinds_of_flaws.csv"] = flaw_table(runs)
-    heads, rows = ["512 held-out problems", *COLUMNS], []
-    for number, world in enumerate(STANDARD):
-        rows.append([str(number), *row("initial policy", of(runs, "rule", world), COLUMNS, when="before")])
-        rows += [[str(number), *row(NAMES[name], of(runs, name, world), COLUMNS)] for name in NAMES]
-    made["first_world.csv"] = csv_table(["checkpoint", *heads], *rows)
-    penalties = {"0 (outcome reward only)": "rule", "2/3": "penalty0.667"}
-    penalties |= {"1": "fapo_oracle", "4/3": "penalty1.333"}
-    rows = [row(f"λ = {penalty}", of(runs, name, "warm0"), COLUMNS) for penalty, name in penalties.items()]
-    made["penalties.csv"] = csv_table(heads, *rows)
-    rows = []
-    for title, worlds in (("three judges", STANDARD), ("narrow judge", ("narrow",))):
-        for when, trained in (("before", "warm-started"), ("after", "after GRPO")):
-            judges = of(runs, "trained_judge", *worlds)
-            for way, label in WAYS.items():
-                rows.append(row(f"{title}, {trained}, {label}", judges, OF_JUDGES, way, when))
-    made["judges.csv"] = csv_table(["512 held-out solutions", *OF_JUDGES], *rows)
-    rows = [["1", *cells] for cells in algorithm_rows(runs, COLUMNS, COMPARED[0])]
-    rows += [["3", *cells] for cells in algorithm_rows(runs, COLUMNS, *COMPARED)]
-    made["algorithms.csv"] = csv_table(["checkpoints", "method", *COLUMNS, HALF_CORRECT, "runs"], *rows)
-    weak = {name: of(runs, name, "weak") for name in ("rule", "fapo_oracle")}
-    rows = [row("initial policy", weak["rule"], COLUMNS, when="before")]
-    rows += [row(NAMES[name], some, COLUMNS) for name, some in weak.items()]
-    made["weak_start.csv"] = csv_table(heads, *rows)
-    rows = []
-    for way, label in WAYS.items():
-        rows.append(row(f"warm-started, {label}", of(runs, "first_judge", OWN[1]), OF_JUDGES, way, "before"))
-        for name, title in OWN_JUDGES.items():
-            rows.append(row(f"trained on {title}, {label}", of(runs, name, OWN[1]), OF_JUDGES, way))
-    made["own_judges.csv"] = csv_table(["512 held-out solutions", *OF_JUDGES], *rows)
-    rows = []
-    for name, judge in SERVED.items():
-        found = of(runs, name, OWN[1])
-        missed = [sum(run["overlooked"].values()) / run["passed"] for run in found]
-        rows.append([*in_use(OWN_JUDGES[judge], found), cell(missed)])
-    heads = ["last ten steps", *IN_USE, "flawed positives (of accepted answers)"]
-    made["own_judges_in_use.csv"] = csv_table(heads, *rows)
-    return made
-
-
-def starts(runs: list[dict]) -> list[str]:
-    """Return the checkpoints of the second world with runs of the first four algorithms."""
-    core = set(list(OWN_ALGORITHMS)[:4])
-    return [world for world in OWN if core <= {run["algorithm"] for run in runs if run["world"] == world}]
-
-
-def flaw_table(runs: list[dict]) -> str:
-    """Return a CSV table of the kinds of flaws in the last ten steps, as fractions over all checkpoints."""
-    kinds = ("arithmetic", "copied", "skipped", "answer", "other")
-    rows = []
-    for name, title in OWN_ALGORITHMS.items():
-        some = [run for run in runs if run["algorithm"] == name and run["world"] in OWN]
-        found = sum((Counter(run["flaws"]) for run in some), Counter())
-        if not found:
-            continue
-        rows.append([title, *(f"{found[kind] / found.total():.2f}" for kind in kinds), str(found.total())])
-    return csv_table(["flawed positives, last ten steps", *kinds, "counted"], *rows)
-
-
-def in_use(shown: str, runs: list[dict]) -> list[str]:
-    """Return a row that compares a judge's verdicts during training with the oracle's."""
-    curves = [[statistics.fmean(run["curves"][key][-10:]) for run in runs] for key in IN_USE.values()]
-    return [f"judge trained on {shown}", *map(cell, curves)]
-
-
-def tables(runs: list[dict]) -> dict[str, str]:
-    """Return all tables of the pages as {name: Markdown}."""
-    heads, made = ["512 held-out problems", *COLUMNS], {}
-    rows = [row("initial policy", of(runs, "rule"), COLUMNS, when="before")]
-    for algorithm, title in FIRST_TABLE.items():
-        rows.append(row(title, of(runs, algorithm), COLUMNS))
-    made["policies"] = table(heads, *rows)
-    made |= {"algorithms": algorithms_table(runs, COMPARED[0])}
-    shown = {"flaws of every kind": STANDARD, "forgotten carries only": ("narrow",)}
-    rows = [in_use(name, of(runs, "fapo_judge", *worlds)) for name, worlds in shown.items()]
-    made["narrow judge"] = table(["last ten steps", *IN_USE], *rows)
-    rows = []
-    for name in ("rule", "fapo_oracle"):
-        some = of(runs, name, "weak")
-        flawed = [smooth(shares(run)["flawed positives"]) for run in some]
-        first, last = cell([values[0] for values in flawed]), cell([values[-1] for values in flawed])
-        turns = sorted(turning_point(run) or math.inf for run in some)
-        highest = cell(list(map(max, flawed)))
-        rows.append([NAMES[name], first, highest, last, ", ".join(f"{turn:.0f}" for turn in turns)])
-    heads = ["flawed positives (of all samples)", "first step", "highest", "last step", "ρ = 1 at step"]
-    made["stepping stones"] = table(heads, *rows)
-    made["second world by start"] = flaws_by_start(runs)
-    made["schedules of lambda"] = schedule_table(runs)
-    made["forbidden from a weak start"] = forbidding_table(runs, "again_weak")
-    return made | {"overlooking": judges_table(runs)}
-
-
-def fill(page: str, made: dict[str, str]) -> str:
-    """Return the page with its tables replaced by `made`. Raises KeyError if `made` lacks a table."""
-    return re.sub(r"(<!-- evidence: ([\w ]+) -->\n).*?(<!-- end -->)",
-                  lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
+# ---- numbers of one run
 
 
 def smooth(values: list[float]) -> list[float]:
     """Return the mean of each value and the four values before it."""
-    return [statistics.fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
+    return [fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
 
 
-def save(figure, path: Path, of_what: str = "step", about: str = "median and range of the runs") -> None:
-    """Save panels of fractions with one legend below. `about` explains the lines and bands."""
-    for axis in figure.axes:
-        axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
-        axis.grid(alpha=0.3)
-    handles, labels = figure.axes[-1].get_legend_handles_labels()
-    title = about if len(figure.axes) > 1 else None  # A single panel has its own title.
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title)
-    figure.savefig(path)
+def first_step(is_reached: list[bool]) -> float:
+    """Return the first step at which this is true, or infinity."""
+    return is_reached.index(True) + 1 if True in is_reached else math.inf
 
 
-def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
-    """Plot the median and the range of the smoothed curves at each step."""
-    columns = list(zip(*map(smooth, curves), strict=True))
-    steps = range(1, len(columns) + 1)
-    axis.plot(steps, list(map(statistics.median, columns)), color=colour, linewidth=2, label=label)
-    low, high = list(map(min, columns)), list(map(max, columns))
-    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+def half_correct(run: dict) -> float:
+    """Return the first step at which half of the samples are fully correct (smoothed), or infinity."""
+    return first_step([value >= 0.5 for value in smooth(run["curves"].get("truly_correct", []))])
 
 
-def draw_side_by_side(shown: dict[str, list[dict]], names: dict[str, str], path: Path) -> None:
-    """Plot the first three of PANELS. `shown` maps each algorithm to its runs, and `names` to its label."""
-    figure = Figure(figsize=(13.5, 4.2), layout="constrained", dpi=90)
-    for axis, (key, title) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
-        for name, some in shown.items():
-            band(axis, [run["curves"][key] for run in some], COLOURS[name], names[name].replace("`", ""))
-        axis.set_title(title)
-    save(figure, path)
-
-
-def draw_second_world(runs: list[dict], path: Path) -> None:
-    """Plot each algorithm from each checkpoint: flawed positives above, fully correct answers below."""
-    worlds = starts(runs)
-    figure = Figure(figsize=(1 + 4.3 * len(worlds), 7.6), layout="constrained", dpi=90)
-    keys = ("oracle_flawed_positive_rate", "truly_correct")
-    for axes, key in zip(figure.subplots(2, len(worlds), sharey="row", squeeze=False), keys):
-        for axis, world in zip(axes, worlds):
-            for name, label in OWN_ALGORITHMS.items():
-                curves = [run["curves"][key] for run in runs
-                          if (run["world"], run["algorithm"]) == (world, name)]  # fmt: skip
-                if curves:
-                    band(axis, curves, COLOURS[name], label.replace("`", ""))
-            axis.set_title(f"checkpoint {world[-1]}: {PANELS[key]}", fontsize=10)
-    save(figure, path)
-
-
-def draw_judges(runs: list[dict], path: Path) -> None:
-    """Plot the final metrics against the judge's recall. Recall 0 means outcome reward only."""
-    recalls = {"rule": 0.0, "fapo_oracle": 1.0}
-    recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
-    keys = {"oracle_flawed_positive_rate": "#D55E00", "truly_correct": "#0072B2"}
-    keys["sums_right"] = "#999999"
-    served = {name: of(runs, judge, OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
-              for name, judge in SERVED.items()}  # fmt: skip
-    figure = Figure(figsize=(6.2, 4), layout="constrained", dpi=90)
-    axis = figure.subplots()
-    for key, colour in keys.items():
-        label = key.removeprefix("oracle_").replace("truly", "fully").replace("_", " ")
-        dots = [(recall, run["after"][f"toy/{key}/mean@1"]) for name, recall in recalls.items()
-                for run in runs if (run["world"], run["algorithm"]) == (OWN[1], name)]  # fmt: skip
-        axis.scatter(*zip(*dots), color=colour, label=label)
-        for name, recall in served.items():
-            crosses = [run["after"][f"toy/{key}/mean@1"] for run in of(runs, name, OWN[1])]
-            axis.scatter([recall] * len(crosses), crosses, color=colour, marker="x")
-    axis.set_title("FAPO after 40 steps, each run a dot; x: the served judges")
-    save(figure, path, "recall of the judge")
-
-
-def draw_variants(runs: list[dict], path: Path) -> None:
-    """Plot the median and range of each variant's flawed-positive rate, from checkpoint 0 and its twin."""
-    key = "toy/oracle_flawed_positive_rate/mean@1"
-    worlds = {OWN[0]: ("checkpoint 0", "#0072B2", "o", -0.15), "again0": ("twin", "#D55E00", "s", 0.15)}
-    figure = Figure(figsize=(10, 6.4), layout="constrained", dpi=90)
-    axis = figure.subplots()
-    labels = []
-    for place, (name, title) in enumerate(VARIANTS.items()):
-        labels.append(title.format(steps=of(runs, name, OWN[0])[0]["steps"]).replace("`", ""))
-        for world, (_, colour, marker, shift) in worlds.items():
-            found = [run["after"][key] for run in runs if (run["world"], run["algorithm"]) == (world, name)]
-            if found:
-                height = place + shift
-                axis.plot([min(found), max(found)], [height, height], color=colour, alpha=0.35, linewidth=2)
-                axis.scatter(statistics.median(found), height, color=colour, marker=marker, zorder=3)
-    for label, colour, marker, _ in worlds.values():
-        axis.scatter([], [], color=colour, marker=marker, label=label)
-    axis.set_yticks(range(len(labels)), labels)
-    axis.invert_yaxis()
-    axis.grid(alpha=0.3)
-    axis.set_xlabel("flawed positives (fraction of correct answers), median and range of the runs")
-    axis.set_xlim(0, 0.9)
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(path)
+def half_mended(run: dict) -> float:
+    """Return the first step at which the smoothed flawed-positive rate has halved, or infinity."""
+    half = run["before"]["toy/oracle_flawed_positive_rate/mean@1"] / 2
+    return first_step([value <= half for value in smooth(run["curves"]["oracle_flawed_positive_rate"])])
 
 
 def shares(run: dict) -> dict[str, list[float]]:
@@ -610,27 +389,533 @@ def shares(run: dict) -> dict[str, list[float]]:
     }
 
 
-def turning_point(run: dict) -> int | None:
-    """Return the first step at which fully correct samples outnumber wrong ones, after smoothing, or None."""
-    smoothed = {name: smooth(values) for name, values in shares(run).items()}
-    more = [sound > wrong for sound, wrong in zip(smoothed["truly correct"], smoothed["wrong"])]
-    return more.index(True) + 1 if True in more else None
+def flawed(run: dict) -> list[float]:
+    return smooth(shares(run)["flawed positives"])
 
 
-def draw_weak_start(runs: list[dict], path: Path) -> None:
+def turning_point(run: dict) -> float:
+    """Return the first step at which fully correct samples outnumber wrong ones (smoothed), or infinity."""
+    sound, wrong = (smooth(shares(run)[name]) for name in ("truly correct", "wrong"))
+    return first_step([s > w for s, w in zip(sound, wrong)])
+
+
+def halfway(run: dict) -> float:
+    return smooth(run["curves"]["truly_correct"])[run["steps"] // 2 - 1]
+
+
+def calls(run: dict) -> float:
+    """Return the mean number of judge calls per step of 128 samples.
+
+    An algorithm queries the judge on no answers, on the correct answers or on all answers.
+    """
+    if run["algorithm"].startswith(UNJUDGED):
+        return 0.0
+    if run["algorithm"] in LOCATED:
+        return 128.0
+    right = run["curves"]["acc"]
+    return 128 * sum(right[UNASKED.get(run["algorithm"], 0) :]) / len(right)
+
+
+# ---- columns: {head: a held-out metric, or a function that returns the cell of a row's runs}
+
+
+def number(of_run, digits: int = 2):
+    """Return a column with the median and range of a number of each run."""
+    return lambda runs, when: cell([of_run(run) for run in runs], digits)
+
+
+def last_steps(curve: str):
+    """Return a column with the mean of a rollout metric over the last steps."""
+    return number(lambda run: fmean(run["curves"][curve][-LAST:]))
+
+
+def num_runs(runs: list[dict], when: str) -> str:
+    return str(len(runs))
+
+
+def num_runs_at_all(runs: list[dict], when: str) -> str:
+    """Return the number of runs, which the row of the initial policy shows as well."""
+    return str(len(runs))
+
+
+def median_calls(runs: list[dict], when: str) -> str:
+    return f"{median(map(calls, runs)):.0f}"
+
+
+def turning_points(runs: list[dict], when: str) -> str:
+    return ", ".join(f"{turn:.0f}" for turn in sorted(map(turning_point, runs)))
+
+
+def flaws_of(runs: list[dict]) -> Counter:
+    return sum((Counter(run.get("flaws", {})) for run in runs), Counter())
+
+
+def share_of_flaws(kind: str):
+    return lambda runs, when: f"{flaws_of(runs)[kind] / flaws_of(runs).total():.2f}"
+
+
+def accepted(verdict: str):
+    """Return a column: the fraction of samples with this oracle's verdict that the classifier accepts."""
+
+    def show(runs, when):
+        if runs[0]["algorithm"] == "flagged" and verdict == "wrong":
+            return "not queried"
+        sound, count = (sum(run[when][verdict][place] for run in runs) for place in (0, 1))
+        return f"{sound / count:.2f} of {count}" if count else "none"
+
+    return show
+
+
+HELD_OUT = "512 held-out problems"
+MAIN = {name: COLUMNS[name] for name in ("flawed positives", "fully correct")}
+TOY = {"accuracy": COLUMNS["accuracy"], **MAIN}  # without "How many?" questions
+HALF = {"step at which half are fully correct": number(half_correct, 0), "runs": num_runs}
+MENDED = {
+    "step at which the flawed-positive rate has halved": number(half_mended, 0),
+    "judge calls per step": median_calls,
+}
+OWN_COLUMNS = {
+    "accuracy": "toy",
+    "flawed positives": "toy/oracle_flawed_positive_rate",
+    "fully correct": "toy/truly_correct",
+    "all sums right": "toy/sums_right",
+    '"How many?" accuracy': "toy_total",
+    **MENDED,
+    "runs": num_runs,
+    # The metric of the twin checkpoint; {} becomes the number of the row's checkpoint.
+    "flawed positives, twin checkpoint": ("toy/oracle_flawed_positive_rate", "again{}"),
+    "fully correct, twin checkpoint": ("toy/truly_correct", "again{}"),
+}
+BY_START = {f"checkpoint {world[-1]}": ("toy/oracle_flawed_positive_rate", world) for world in OWN}
+IN_USE = {
+    "accuracy": last_steps("acc"),
+    "flawed positives found by the judge": last_steps("flawed_positive_rate"),
+    "flawed positives counted by the oracle": last_steps("oracle_flawed_positive_rate"),
+}
+MISSED = {
+    "flawed positives (of accepted answers)":
+        number(lambda run: sum(run["overlooked"].values()) / run["passed"]),
+}  # fmt: skip
+FLAWED = {
+    "first step": number(lambda run: flawed(run)[0]),
+    "highest": number(lambda run: max(flawed(run))),
+    "last step": number(lambda run: flawed(run)[-1]),
+    "ρ = 1 at step": turning_points,
+}
+FORBIDDEN = {"fully correct, halfway": number(halfway), "ρ = 1 at step": number(turning_point, 0)}
+OF_JUDGES = {
+    "recall": "fapo_critic/recall",
+    "specificity": "fapo_critic/sound_kept",
+    "first-error accuracy": "fapo_critic/location",
+}
+KINDS = {kind: share_of_flaws(kind) for kind in ("arithmetic", "copied", "skipped", "answer", "other")}
+KINDS["counted"] = lambda runs, when: str(flaws_of(runs).total())
+TOOL_COLUMNS = {
+    "accuracy": "shop",
+    "fully correct": "shop/truly_correct",
+    "flawed-positive rate": "shop/flawed_positive_rate",
+    "looked up every price": "shop/looked_all_up",
+    "calls per problem": "shop/calls",
+    "runs": num_runs_at_all,
+}
+TOOL_KINDS = {
+    "made-up price": "shop/flawed_made_up",
+    "wrong sum": "shop/flawed_wrong_sum",
+    "wrongly copied number": "shop/flawed_miscopied",
+    "other flaw": "shop/flawed_other",
+    "runs": num_runs_at_all,
+}
+CALLED = {
+    "fully correct": accepted("truly correct"),
+    "flawed positive": accepted("flawed positive"),
+    "wrong": accepted("wrong"),
+    "groups with a learning signal":
+        lambda runs, when: cell([run[f"{when}_spread"] for run in runs]),
+}  # fmt: skip
+
+
+# ---- rows
+
+
+@dataclass
+class Row:
+    """A row: the runs of an algorithm in some worlds."""
+
+    labels: list[str]  # The first cells. {steps} becomes the number of steps.
+    algorithm: str
+    worlds: tuple[str, ...]
+    when: str = "after"
+    way: str = "mean@1"  # "mean@1" is temperature 1; judges also have "greedy".
+    optional: bool = False  # Leave out the row unless there are runs in each of these worlds.
+
+
+def each(titles: dict[str, str], worlds, first="", lead=(), optional=False) -> list[Row]:
+    """Return a row for each algorithm in `titles`.
+
+    If `first` names an algorithm, the first row shows the initial policy in that algorithm's runs.
+    """
+    rows = []
+    if first:
+        rows.append(Row([*lead, "initial policy"], first, worlds, when="before"))
+    for name, title in titles.items():
+        rows.append(Row([*lead, title], name, worlds, optional=optional))
+    return rows
+
+
+def own(world: str, titles: dict[str, str]) -> list[Row]:
+    return each(titles, (world,), first="rule", lead=[world[-1]], optional=True)
+
+
+def judge_rows() -> list[Row]:
+    rows = []
+    for title, worlds in ("three judges", STANDARD), ("narrow judge", ("narrow",)):
+        for when, trained in ("before", "warm-started"), ("after", "after GRPO"):
+            for way, label in WAYS.items():
+                rows.append(Row([f"{title}, {trained}, {label}"], "trained_judge", worlds, when, way))
+    return rows
+
+
+def own_judge_rows() -> list[Row]:
+    rows = []
+    for way, label in WAYS.items():
+        rows.append(Row([f"warm-started, {label}"], "first_judge", OWN[1:2], "before", way))
+        for name, title in OWN_JUDGES.items():
+            rows.append(Row([f"trained on {title}, {label}"], name, OWN[1:2], "after", way))
+    return rows
+
+
+def classified_rows() -> list[Row]:
+    return [Row([f"{BESIDE[name]}, {when} {LAST} steps"], name, COMPARED[:1], when)
+            for name in CLASSIFIED for when in ("first", "last")]  # fmt: skip
+
+
+def cost_rows() -> list[Row]:
+    return [Row([cost, TOOL_NAMES[name]], name + end, SHOP)
+            for name in ("outcome", "fapo") for end, cost in COSTS.items()]  # fmt: skip
+
+
+def start_rows() -> list[Row]:
+    rows = []
+    for number_of, world in enumerate(STANDARD):
+        rows += each(NAMES, (world,), first="rule", lead=[str(number_of)])
+    return rows
+
+
+# ---- tables
+
+
+@dataclass
+class Table:
+    """A table of runs. Its columns are as described above."""
+
+    heads: list[str]  # heads of the rows' labels
+    columns: dict
+    rows: list[Row]
+    same_seeds: bool = False  # Compare only checkpoints and seeds that all rows have.
+
+    def cells(self, runs: list[dict]) -> list[list[str]]:
+        """Return the text of all rows. Raises ValueError if a row has no run."""
+        if self.same_seeds:
+            runs = with_same_seeds(runs, [row.algorithm for row in self.rows])
+        made = []
+        for row in self.rows:
+            there = {run["world"] for run in runs if run["algorithm"] == row.algorithm}
+            if row.optional and not there.issuperset(row.worlds):
+                continue
+            some = of(runs, row.algorithm, *row.worlds)
+            labels = [label.format(steps=some[0]["steps"]) for label in row.labels]
+            made.append(labels + [cell_of(column, row, some, runs) for column in self.columns.values()])
+        return made
+
+
+def cell_of(column, row: Row, some: list[dict], runs: list[dict]) -> str:
+    """Return a cell. `some` are the row's runs; a column of another world selects its own from all runs."""
+    if isinstance(column, tuple):
+        column, world = column
+        place = (row.algorithm, world.format(row.worlds[0][-1]))
+        some = [run for run in runs if (run["algorithm"], run["world"]) == place]
+    if not some:
+        return ""
+    if isinstance(column, str):
+        return cell([run[row.when][f"{column}/{row.way}"] for run in some])
+    if row.when == "before" and column is not num_runs_at_all:
+        return ""
+    return column(some, row.when)
+
+
+WAYS = {"mean@1": "temperature 1", "greedy": "greedy"}
+IN_BOTH = [
+    Row(["judge trained on flaws of every kind"], "fapo_judge", STANDARD),
+    Row(["judge trained on forgotten carries only"], "fapo_judge", ("narrow",)),
+]
+IN_OWN_USE = {name: f"judge trained on {OWN_JUDGES[judge]}" for name, judge in SERVED.items()}
+OUTCOME_AND_FAPO = {name: TOOL_NAMES[name] for name in ("outcome", "fapo")}
+PAGE_TABLES = {
+    "policies": Table([HELD_OUT], COLUMNS, each(FIRST_TABLE, STANDARD, first="rule")),
+    "algorithms": Table(["method"], TOY | HALF, each(ALGORITHMS, COMPARED[:1], optional=True)),
+    "narrow judge": Table(["last ten steps"], IN_USE, IN_BOTH),
+    "stepping stones": Table(["flawed positives (of all samples)"], FLAWED, each(TWO, ("weak",))),
+    "second world by start": Table(
+        ["flawed positives (of correct answers)"], BY_START, each(OWN_ALGORITHMS, OWN, first="rule")
+    ),
+    "schedules of lambda": Table(["λ"], MAIN | MENDED, each(SCHEDULES, OWN[:1])),
+    "forbidden from a weak start": Table(
+        ["flawed positives are"], MAIN | FORBIDDEN, each(FORBIDDING, ("again_weak",), first="rule")
+    ),
+    "overlooking": Table([HELD_OUT], MAIN, each(OVERLOOKING_SHORT, OWN[1:2], first="rule")),
+    "tools": Table([HELD_OUT], TOOL_COLUMNS, each(OUTCOME_AND_FAPO, SHOP, first="outcome")),
+    "classifier": Table(["method"], TOY, each(BESIDE, COMPARED[:1], first="rule")),
+    "called sound": Table(["method and steps"], CALLED, classified_rows()),
+}
+CSV_TABLES = {
+    "second_world": Table(
+        ["checkpoint", HELD_OUT],
+        OWN_COLUMNS,
+        own(OWN[0], OWN_ALGORITHMS | VARIANTS | SCHEDULED)
+        + own(OWN[1], OWN_ALGORITHMS | OVERLOOKING)
+        + own(OWN[2], OWN_ALGORITHMS),
+    ),
+    "kinds_of_flaws": Table(["flawed positives, last ten steps"], KINDS, each(OWN_ALGORITHMS, OWN)),
+    "first_world": Table(["checkpoint", HELD_OUT], COLUMNS, start_rows()),
+    "penalties": Table([HELD_OUT], COLUMNS, each(PENALTIES, ("warm0",))),
+    "weak_start": Table([HELD_OUT], COLUMNS, each(TWO, ("weak",), first="rule")),
+    "algorithms": Table(
+        ["checkpoints", "method"],
+        COLUMNS | HALF,
+        each(ALGORITHMS, COMPARED[:1], lead=["1"], optional=True)
+        + each(ALGORITHMS, COMPARED, lead=["3"], optional=True),
+    ),
+    "judges": Table(["512 held-out solutions"], OF_JUDGES, judge_rows()),
+    "own_judges": Table(["512 held-out solutions"], OF_JUDGES, own_judge_rows()),
+    "own_judges_in_use": Table(["last ten steps"], IN_USE | MISSED, each(IN_OWN_USE, OWN[1:2])),
+    "shop": Table(
+        ["checkpoint", HELD_OUT],
+        TOOL_COLUMNS,
+        [row for world in SHOP
+         for row in each(TOOL_NAMES, (world,), first="outcome", lead=[world[-1]], optional=True)],
+    ),
+    "shop_flaws": Table(
+        ["fraction of the 512 problems"], TOOL_KINDS, each(TOOL_NAMES, SHOP, first="outcome")
+    ),
+    "shop_costs": Table(["cost per call", HELD_OUT], TOOL_COLUMNS, cost_rows(), same_seeds=True),
+}  # fmt: skip
+RANKINGS = {  # worlds, flags and titles of the algorithms, and the metrics to show
+    "tool world": (SHOP, FLAGS, TOOL_NAMES, "shop/truly_correct", "shop/flawed_positive_rate"),
+    "second world":
+        (OWN, SECOND_WORLD, OWN_ALGORITHMS, "toy/truly_correct", "toy/oracle_flawed_positive_rate"),
+}  # fmt: skip
+
+
+def ranking(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], correct: str, rate: str):
+    """Rank the algorithms that have runs from each checkpoint. Each cell is the median over the seeds."""
+
+    def medians(key):
+        return [median(run["after"][f"{key}/mean@1"] for run in of(runs, name, world)) for world in worlds]
+
+    ranked = []
+    for name, arguments in flags.items():
+        if not {run["world"] for run in runs if run["algorithm"] == name}.issuperset(worlds):
+            continue
+        every = of(runs, name, *worlds)
+        scores = medians(correct)
+        numbers = [*scores, fmean(scores), fmean(medians(rate))]
+        # The fastest run counts, because other runs shared its core.
+        seconds = min(run["seconds"] for run in every if "seconds" in run)
+        cells = [titles[name].replace("`", ""), *(f"{value:.2f}" for value in numbers)]
+        cells += [median_calls(every, "after"), f"{seconds:.0f}", str(len(every))]
+        cells.append(f"`{arguments}`" if arguments else "none")
+        ranked.append((-fmean(scores), cells))
+    heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate",
+             "judge calls per step", "seconds", "runs", "FLAGS"]  # fmt: skip
+    return table(heads, *(cells for _, cells in sorted(ranked)))
+
+
+def tables(runs: list[dict]) -> dict[str, str]:
+    """Return all tables of the pages as {name: Markdown}."""
+    made = {}
+    for name, one in PAGE_TABLES.items():
+        made[name] = table([*one.heads, *one.columns], *one.cells(runs))
+    return made | {name: ranking(runs, *about) for name, about in RANKINGS.items()}
+
+
+def csv_files(runs: list[dict]) -> dict[str, str]:
+    """Return {name in docs/evidence: CSV text} for the tables that are too large for a page."""
+    made = {}
+    for name, one in CSV_TABLES.items():
+        file = io.StringIO()
+        rows = [[*one.heads, *one.columns], *one.cells(runs)]
+        csv.writer(file, lineterminator="\n").writerows(rows)
+        made[f"{name}.csv"] = file.getvalue()
+    return made
+
+
+def pages() -> list[Path]:
+    return [*DOCS.parent.glob("*.md"), *DOCS.glob("*.md")]
+
+
+def fill(page: str, made: dict[str, str]) -> str:
+    """Return the page with its tables replaced by `made`. Raises KeyError if `made` lacks a table."""
+    return re.sub(r"(<!-- (?:evidence|runs): ([\w ]+) -->\n).*?(<!-- end -->)",
+                  lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
+
+
+# ---- figures
+
+
+def panels(width: float, height: float, rows: int, columns: int, **options):
+    """Return a new figure and the list of its axes."""
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=90)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+
+
+def save(figure, name: str, of_what: str = "step") -> None:
+    """Save panels of fractions with one legend below."""
+    for axis in figure.axes:
+        axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    handles, labels = figure.axes[-1].get_legend_handles_labels()
+    title = None  # A single panel has its own title.
+    if len(figure.axes) > 1:
+        title = "median and range of the runs"
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title)
+    figure.savefig(FOLDER / name)
+
+
+def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
+    """Plot the median and the range of the smoothed curves at each step."""
+    columns = list(zip(*map(smooth, curves), strict=True))
+    steps = range(1, len(columns) + 1)
+    axis.plot(steps, list(map(median, columns)), color=colour, linewidth=2, label=label.replace("`", ""))
+    low, high = list(map(min, columns)), list(map(max, columns))
+    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def draw_panels(name: str, shown: dict[str, list[dict]], titles: dict[str, str]) -> None:
+    """Plot PANELS side by side. `shown` maps each algorithm to its runs."""
+    figure, axes = panels(13.5, 4.2, 1, 3, sharey=True)
+    for axis, (key, title) in zip(axes, PANELS.items()):
+        for algorithm, some in shown.items():
+            band(axis, [run["curves"][key] for run in some], COLOURS[algorithm], titles[algorithm])
+        axis.set_title(title)
+    save(figure, name)
+
+
+def draw_second_world(runs: list[dict]) -> None:
+    """Plot each algorithm from each checkpoint: flawed positives above, fully correct answers below."""
+    figure, axes = panels(1 + 4.3 * len(OWN), 7.6, 2, len(OWN), sharey="row")
+    places = [(key, world) for key in ("oracle_flawed_positive_rate", "truly_correct") for world in OWN]
+    for axis, (key, world) in zip(axes, places):
+        for name, label in OWN_ALGORITHMS.items():
+            some = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+            if some:
+                band(axis, [run["curves"][key] for run in some], COLOURS[name], label)
+        axis.set_title(f"checkpoint {world[-1]}: {PANELS[key]}", fontsize=10)
+    save(figure, "second_world.png")
+
+
+def draw_weak_start(runs: list[dict]) -> None:
     """Plot three fractions of all samples, and mark when FAPO begins to discourage flawed positives."""
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=90)
-    colours = {"truly correct": "#0072B2", "flawed positives": "#D55E00", "wrong": "#999999"}
-    for axis, name in zip(figure.subplots(1, 2, sharey=True), ("rule", "fapo_oracle")):
+    figure, axes = panels(9.5, 4.2, 1, 2, sharey=True)
+    for axis, name in zip(axes, TWO):
         some = of(runs, name, "weak")
-        for part, colour in colours.items():
-            label = part.replace("truly", "fully")
-            band(axis, [shares(run)[part] for run in some], colour, label)
-        for turn in filter(None, map(turning_point, some if name == "fapo_oracle" else [])):
+        for part in shares(some[0]):
+            curves = [shares(run)[part] for run in some]
+            band(axis, curves, COLOURS[part], part.replace("truly", "fully"))
+        axis.set_title(TWO[name])
+    for turn in map(turning_point, some):
+        if turn < math.inf:
             axis.axvline(turn, color="black", linestyle=":", linewidth=1)
-        axis.set_title(NAMES[name])
-    figure.axes[0].set_ylabel("fraction of all samples")
-    save(figure, path)
+    axes[0].set_ylabel("fraction of all samples")
+    save(figure, "weak_start.png")
+
+
+def draw_judges(runs: list[dict]) -> None:
+    """Plot the final metrics against the judge's recall. Recall 0 means outcome reward only."""
+    recalls = {"rule": 0.0, "fapo_oracle": 1.0}
+    recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
+    served = {}
+    for name, judge in SERVED.items():
+        served[name] = of(runs, judge, OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
+    keys = {"oracle_flawed_positive_rate": "#D55E00", "truly_correct": "#0072B2", "sums_right": "#999999"}
+    figure, (axis,) = panels(6.2, 4, 1, 1)
+    for key, colour in keys.items():
+        label = key.removeprefix("oracle_").replace("truly", "fully").replace("_", " ")
+        for some, style in (recalls, {"label": label}), (served, {"marker": "x"}):
+            dots = []
+            for name, recall in some.items():
+                for run in of(runs, name, OWN[1]):
+                    dots.append((recall, run["after"][f"toy/{key}/mean@1"]))
+            axis.scatter(*zip(*dots), color=colour, **style)
+    axis.set_title("FAPO after 40 steps, each run a dot; x: the served judges")
+    save(figure, "judges.png", "recall of the judge")
+
+
+def draw_variants(runs: list[dict]) -> None:
+    """Plot the median and range of each variant's flawed-positive rate, from checkpoint 0 and its twin."""
+    worlds = {OWN[0]: ("checkpoint 0", "#0072B2", "o", -0.15), "again0": ("twin", "#D55E00", "s", 0.15)}
+    figure, (axis,) = panels(10, 6.4, 1, 1)
+    labels = []
+    for place, (name, title) in enumerate(VARIANTS.items()):
+        labels.append(title.format(steps=of(runs, name, OWN[0])[0]["steps"]).replace("`", ""))
+        for world, (_, colour, marker, shift) in worlds.items():
+            some = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+            found = [run["after"]["toy/oracle_flawed_positive_rate/mean@1"] for run in some]
+            if found:
+                height = place + shift
+                axis.plot([min(found), max(found)], [height, height], color=colour, alpha=0.35, linewidth=2)
+                axis.scatter(median(found), height, color=colour, marker=marker, zorder=3)
+    for label, colour, marker, _ in worlds.values():
+        axis.scatter([], [], color=colour, marker=marker, label=label)
+    axis.set_yticks(range(len(labels)), labels)
+    axis.invert_yaxis()
+    axis.grid(alpha=0.3)
+    axis.set_xlabel("flawed positives (fraction of correct answers), median and range of the runs")
+    axis.set_xlim(0, 0.9)
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(FOLDER / "variants.png")
+
+
+def draw_shop(runs: list[dict]) -> None:
+    """Plot the training curves of both rewards, and the final metrics for each cost of a look-up."""
+    figure, axes = panels(11, 7.4, 2, 2)
+    figure.suptitle("A tool that costs 0.03 per call: median and range of nine runs, smoothed over 5 steps")
+    limits = {"acc": (0.78, 1.02), "truly_correct": (-0.02, 1.02), "calls": (-0.1, 4.1)}
+    heights = {  # of the labels
+        "outcome": {"acc": 0.83, "truly_correct": 0.03, "calls": 0.35},
+        "fapo": {"acc": 1.0, "truly_correct": 0.66, "calls": 2.9},
+    }
+    compared = with_same_seeds(runs, [name + end for name in OUTCOME_AND_FAPO for end in COSTS])
+    *curves, ends = axes
+    for (name, label), marker in zip(OUTCOME_AND_FAPO.items(), "so"):
+        colour = COLOURS[name]
+        for axis, (key, title) in zip(curves, TOOL_PANELS.items()):
+            band(axis, [run["curves"][key] for run in of(runs, name, *SHOP)], colour, label)
+            axis.annotate(label, (28, heights[name][key]), color=colour)
+            axis.set(title=title, xlabel="step", ylim=limits[key])
+        values = []
+        for place, end in enumerate(COSTS):
+            some = of(compared, name + end, *SHOP)
+            found = [run["after"]["shop/truly_correct/mean@1"] for run in some]
+            ends.scatter([place] * len(found), found, color=colour, marker=marker, s=22)
+            values.append(median(found))
+        ends.plot(range(len(COSTS)), values, color=colour)
+        ends.annotate(label, (1.6, values[2] + 0.05), color=colour)
+    ends.set(title="fully correct after 40 steps: each run, and the median", xlabel="cost per call")
+    ends.set_ylim(-0.02, 1.02)
+    ends.set_xticks(range(len(COSTS)), COSTS.values())
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(FOLDER / "shop.png")
+
+
+def draw(runs: list[dict]) -> None:
+    draw_panels("policies.png", {name: of(runs, name) for name in NAMES}, NAMES)  # nine runs each
+    longer = {name: of(runs, long, OWN[0]) for name, long in LONG.items()}
+    draw_panels("second_world_long.png", longer, OWN_ALGORITHMS)
+    beside = {name: of(runs, name, COMPARED[0]) for name in ("rule", *CLASSIFIED, "fapo_judge")}
+    draw_panels("classifier.png", beside, BESIDE)
+    for figure in (draw_weak_start, draw_second_world, draw_judges, draw_variants, draw_shop):
+        figure(runs)
 
 
 def main() -> None:
@@ -641,22 +926,17 @@ def main() -> None:
             runs += collect(config.runs)  # The dict keeps the last run of each name.
             runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
         made, files = tables(runs), csv_files(runs)  # Write nothing if a run is missing.
-        FILE.write_text("".join(json.dumps(run) + "\n" for run in runs))
-        policies = {name: of(runs, name) for name in NAMES}  # nine runs each
-        draw_side_by_side(policies, NAMES, FILE.parent / "policies.png")
-        draw_weak_start(runs, FILE.parent / "weak_start.png")
-        draw_second_world(runs, FILE.parent / "second_world.png")
-        longer = {name: of(runs, long, OWN[0]) for name, long in LONG.items()}
-        draw_side_by_side(longer, OWN_ALGORITHMS, FILE.parent / "second_world_long.png")
-        draw_judges(runs, FILE.parent / "judges.png")
-        draw_variants(runs, FILE.parent / "variants.png")
-        for name, text in files.items():
-            FILE.with_name(name).write_text(text)
-        for page in PAGES:
-            page.write_text(fill(page.read_text(), made))
+        draw(runs)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    for name in FILES:
+        lines = [json.dumps(run) + "\n" for run in runs if file_of(run) == name]
+        (FOLDER / name).write_text("".join(lines))
+    for name, text in files.items():
+        (FOLDER / name).write_text(text)
+    for page in pages():
+        page.write_text(fill(page.read_text(), made))
     print(f"{len(runs)} runs; tables: {', '.join(made)}")
 
 

@@ -11,7 +11,7 @@
 # Public task (public): compares both rewards in reasoning-gym's gcd, from three initial policies.
 #
 # WORLDS="first second tools public" selects the worlds. If you stop the script and start it again, it does not repeat
-# finished runs. At the end, docs/make_evidence.py and docs/make_shop.py write docs/evidence/.
+# finished runs. At the end, docs/make_evidence.py writes docs/evidence/.
 source "$(dirname "$0")/toy_runs.sh"
 OUT=$(realpath -m "${OUT:-outputs/evidence}")
 LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would print OMP_NUM_THREADS, which is 1 here.
@@ -300,6 +300,6 @@ echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 
 echo "and public about half an hour."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
-[[ " $WORLDS " != *" tools "* ]] || { tool_world; python docs/make_shop.py --runs "$OUT"; }
+[[ " $WORLDS " != *" tools "* ]] || tool_world
 [[ " $WORLDS " != *" public "* ]] || public_task
-[[ " $WORLDS " != *@(" first "|" second ")* ]] || python docs/make_evidence.py --runs "$OUT"
+[[ " $WORLDS " != *@(" first "|" second "|" tools ")* ]] || python docs/make_evidence.py --runs "$OUT"

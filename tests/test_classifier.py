@@ -1,4 +1,4 @@
-"""recipes/toy_classifier.py: labels, losses and measurements; docs/make_classifier.py and its page."""
+"""recipes/toy_classifier.py: labels, losses and measurements; its runs in docs/make_evidence.py."""
 
 import asyncio
 import json
@@ -136,18 +136,8 @@ def test_the_classifier_as_fapos_judge(logit, answer, score, asked):
     assert result["flawed_positive"] == (score == 0.0) and result["truly_correct"] == (answer == "1")
 
 
-def test_the_tables_of_the_page_are_what_its_runs_say():
-    module = load("docs/make_classifier")
-    text = module.PAGE.read_text()
-    runs = module.read()
-    assert module.evidence.fill(text, module.tables(runs)) == text, "run python docs/make_classifier.py"
-    for name in module.BESIDE:  # the same seeds, as far as they were run, without duplicates
-        seeds = [run["seed"] for run in module.evidence.of(runs, name, module.START)]
-        assert sorted(seeds) == list(range(len(seeds)))
-
-
 def test_what_the_classifier_said_of_samples(tmp_path):
-    module = load("docs/make_classifier")
+    module = load("docs/make_evidence")
 
     def sample(step, score, acc, sound, split="train"):
         found = {"truly_correct": acc and sound, "oracle_flawed_positive": acc and not sound}
@@ -167,5 +157,7 @@ def test_what_the_classifier_said_of_samples(tmp_path):
     assert run["last"] == {"truly correct": [0, 0], "flawed positive": [1, 1], "wrong": [1, 1]}
     assert run["first_spread"] == run["last_spread"] == 0.75
     assert run["flaws"] == {"arithmetic": 1}
-    assert module.share([run, run], "last", "flawed positive") == "1.00 of 2"
-    assert module.share([run], "last", "truly correct") == "none"
+    assert module.file_of(run) == "classifier.jsonl"
+    assert module.accepted("flawed positive")([run, run], "last") == "1.00 of 2"
+    assert module.accepted("truly correct")([run], "last") == "none"
+    assert module.accepted("wrong")([run | {"algorithm": "flagged"}], "first") == "not queried"

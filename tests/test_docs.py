@@ -279,26 +279,39 @@ def test_the_walkthrough_is_what_its_script_writes():
         assert result["genrm_status"] == ("skipped" if sample["critique"] is None else "ok")
 
 
-def test_the_tables_of_the_evidence_are_what_its_runs_say():
-    module = load("docs/make_evidence")
-    runs = module.read()
-    for name, text in module.csv_files(runs).items():
-        assert module.FILE.with_name(name).read_text() == text, f"{name}: run python docs/make_evidence.py"
-    made, found = module.tables(runs), []
-    for page in module.PAGES:
+@pytest.fixture(scope="module")
+def evidence():
+    return load("docs/make_evidence")
+
+
+def test_the_tables_of_the_evidence_are_what_its_runs_say(evidence):
+    runs = evidence.read()
+    for name, text in evidence.csv_files(runs).items():
+        assert (evidence.FOLDER / name).read_text() == text, f"{name}: run python docs/make_evidence.py"
+    made, found = evidence.tables(runs), []
+    for page in evidence.pages():
         text = page.read_text()
-        assert module.fill(text, made) == text, f"{page.name}: run python docs/make_evidence.py"
-        found += re.findall(r"<!-- evidence: ([\w ]+) -->", text)
-    assert set(found) == set(made)
-    for world in module.STANDARD:  # the tables summarise all of these worlds
-        for algorithm in module.NAMES:
-            assert sorted(run["seed"] for run in module.of(runs, algorithm, world)) == [0, 1, 2]
+        assert evidence.fill(text, made) == text, f"{page.name}: run python docs/make_evidence.py"
+        found += re.findall(r"<!-- (?:evidence|runs): ([\w ]+) -->", text)
+    assert sorted(found) == sorted(made)
+    names = [(run["world"], run["algorithm"], run["seed"]) for run in runs]
+    assert len(names) == len(set(names))
 
 
-def test_the_first_screens_numbers_are_what_the_runs_say():
+def test_the_tables_summarise_three_seeds_per_checkpoint(evidence):
+    runs = evidence.read()
+    compared = [(world, name) for world in evidence.STANDARD for name in evidence.NAMES]
+    compared += [(world, name) for world in evidence.SHOP for name in ("outcome", "fapo")]
+    for world, algorithm in compared:
+        assert sorted(run["seed"] for run in evidence.of(runs, algorithm, world)) == [0, 1, 2]
+    for name in evidence.BESIDE:  # the same seeds, as far as they were run
+        seeds = [run["seed"] for run in evidence.of(runs, name, "algo0")]
+        assert sorted(seeds) == list(range(len(seeds)))
+
+
+def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
     """Compare the percentages in the README's first paragraph, which are medians of nine runs each."""
     first = " ".join((ROOT / "README.md").read_text().split("\n- ")[0].split())
-    evidence, shop = load("docs/make_evidence"), load("docs/make_shop")
 
     def percent(runs, key, when="after"):
         assert len(runs) == 9
@@ -311,8 +324,7 @@ def test_the_first_screens_numbers_are_what_the_runs_say():
     flawed = "toy/oracle_flawed_positive_rate"
     assert f"**{percent(rule, flawed)} of GRPO's correct answers contain a wrong step" in first
     assert f"against {percent(fapo, flawed)} of FAPO's**" in first
-    runs = shop.read()
-    outcome, fapo = shop.some_of(runs, "outcome"), shop.some_of(runs, "fapo")
+    outcome, fapo = (evidence.of(runs, name, *evidence.SHOP) for name in ("outcome", "fapo"))
     correct = "shop/truly_correct"
     before, after = percent(outcome, correct, "before"), percent(outcome, correct)
     assert f"fully correct answers fall from {before} to {after} while accuracy" in first
@@ -322,8 +334,7 @@ def test_the_first_screens_numbers_are_what_the_runs_say():
     assert "All numbers are medians of nine runs." in first
 
 
-def test_kinds_of_flaws_by_hand():
-    kind_of_flaw = load("docs/make_evidence").kind_of_flaw
+def test_kinds_of_flaws_by_hand(evidence):
     question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
     for solution, kind in (
         ([], "other"),
@@ -336,12 +347,11 @@ def test_kinds_of_flaws_by_hand():
         (["65+9=74", "74-8=66", "66+3=69"], "answer"),
         (["65+9=74", "74-8=66"], "other"),
     ):
-        assert kind_of_flaw(question, "\n\n".join(solution)) == kind
+        assert evidence.kind_of_flaw(question, "\n\n".join(solution)) == kind
 
 
-def test_the_second_worlds_tables(tmp_path):
-    module = load("docs/make_evidence")
-    keys = [f"{key}/mean@1" for key in module.OWN_COLUMNS.values()]
+def test_the_second_worlds_tables(evidence):
+    keys = [f"{key}/mean@1" for key in evidence.OWN_COLUMNS.values() if isinstance(key, str)]
 
     def run(algorithm, seed, share, world="own0", acc=(0.25, 0.75)):
         figures = dict(before=dict.fromkeys(keys, 0.1), after=dict.fromkeys(keys, share))
@@ -350,41 +360,72 @@ def test_the_second_worlds_tables(tmp_path):
         curves = dict(acc=list(acc), oracle_flawed_positive_rate=[0.08, share / 10])
         return about | dict(curves=curves) | figures
 
+    def cells(runs, names, world="own0"):
+        table = evidence.Table(["checkpoint", "problems"], evidence.OWN_COLUMNS, evidence.own(world, names))
+        return [one[1:] for one in table.cells(runs)]
+
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
-    assert [module.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
+    assert [evidence.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
     later = run("later", 0, 0.5, acc=[1.0] * 20 + [0.5] * 20)
-    assert module.calls(later) == 32  # queried on half of the samples in half of the steps
-    rows = module.own_rows(runs, module.OWN_ALGORITHMS, "own0", "0: ")
+    assert evidence.calls(later) == 32  # queried on half of the samples in half of the steps
+    rows = cells(runs, evidence.OWN_ALGORITHMS)
     assert [(one[0], one[1], *one[-5:]) for one in rows] == [
-        ("0: initial policy", "0.10 (0.10-0.10)", "", "", "", "", ""),
-        ("0: outcome reward only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .085
-        ("0: FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06; half of .1 suffices
-        ("0: VPPO, FAPO's score", "0.60", "never", "128", "1", "", ""),
+        ("initial policy", "0.10 (0.10-0.10)", "", "", "", "", ""),
+        ("outcome reward only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .085
+        ("FAPO", "0.40", "never", "64", "1", "", ""),  # .08, .06; half of .1 suffices
+        ("VPPO, FAPO's score", "0.60", "never", "128", "1", "", ""),
     ]
     twins = [run("rule", seed, seed / 10, "again0") for seed in (1, 2, 3)]
     twins.append(run("papo_oracle", 0, 1.0, "again0"))
-    rows = module.own_rows(runs + twins, module.OWN_ALGORITHMS, "own0")
+    rows = cells(runs + twins, evidence.OWN_ALGORITHMS)
     assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
     assert len(rows) == 4  # PAPO ran only from the twin checkpoint
-    with pytest.raises(ValueError, match="no finished run of rule in own1"):
-        module.own_rows(runs, module.OWN_ALGORITHMS, "own1")
-    assert module.starts(runs) == []
-    runs += [run(name, 0, 0.7) for name in ("prefix_oracle", "papo_oracle", "distill")]
-    runs += [run(name, 0, 0.5, "own2") for name in list(module.OWN_ALGORITHMS)[:5]]
-    assert module.starts(runs) == ["own0", "own2"]
-    runs += [run(name, 0, 0.8) for name in module.LONG.values()]
-    titles = [one[0] for one in module.own_rows(runs, module.VARIANTS, "own0")]
+    runs += [run(name, 0, 0.8) for name in evidence.LONG.values()]
+    titles = [one[0] for one in cells(runs, evidence.VARIANTS)]
     assert "FAPO, 200 steps" in titles and titles[1] == "outcome reward only"
-    with pytest.raises(ValueError, match="no finished run of rule in weak"):
-        module.forbidding_table(runs, "weak")
-    arms = [run(name, 0, 0.25, "weak") for name in module.FORBIDDING]
-    arms.append(run("penalty2", 1, 0.75, "weak"))
-    for one, sound in zip(arms, (0.0, 0.1, 0.1, 0.1, 0.5)):
-        one["curves"] = dict(acc=[0.6] * 40, truly_correct=[sound] * 40)
-    made = module.forbidding_table(arms, "weak").splitlines()
-    assert made[2] == "| initial policy | 0.10 | 0.10 |  |  |"
-    assert made[3].endswith("(0.25-0.75) | 0.50 (0.25-0.75) | 0.25 (0.00-0.50) | never (1-never) |")
-    assert made[4].endswith("| 0.25 | 0.25 | 0.10 | never |")
+    with pytest.raises(ValueError, match="no finished run of rule in own1"):
+        cells(runs, evidence.OWN_ALGORITHMS, "own1")
+    by_start = evidence.Table(["method"], evidence.BY_START, evidence.each({"rule": "outcome"}, evidence.OWN))
+    assert by_start.cells(runs) == [["outcome", "0.55 (0.20-0.90)", "", ""]]
+
+
+def test_the_table_of_forbidding(evidence):
+    keys = ("toy/oracle_flawed_positive_rate/mean@1", "toy/truly_correct/mean@1")
+
+    def run(algorithm, seed, share, sound):
+        figures = dict(before=dict.fromkeys(keys, 0.1), after=dict.fromkeys(keys, share))
+        curves = dict(acc=[0.6] * 40, truly_correct=[sound] * 40)
+        about = dict(world="again_weak", algorithm=algorithm, seed=seed, steps=40, curves=curves)
+        return about | figures
+
+    table = evidence.PAGE_TABLES["forbidden from a weak start"]
+    runs = [run("rule", 0, 0.25, 0.1)]
+    with pytest.raises(ValueError, match="no finished run of penalty2 in again_weak"):
+        table.cells(runs)
+    runs += [run("penalty2", 0, 0.25, 0.0), run("penalty2", 1, 0.75, 0.5), run("later2", 0, 0.25, 0.1)]
+    runs.append(run("fapo_oracle", 0, 0.25, 0.1))
+    first, *rows = table.cells(runs)
+    assert first == ["initial policy", "0.10", "0.10", "", ""]
+    assert rows[0][2:] == ["0.50 (0.25-0.75)", "0.25 (0.00-0.50)", "never (1-never)"]
+    assert rows[1][1:] == ["0.25", "0.25", "0.10", "never"]
+
+
+def test_rows_that_compare_the_same_seeds(evidence):
+    """Only the checkpoint and seed that all rows have is shown."""
+
+    def run(algorithm, world, seed, share):
+        about = {"world": world, "algorithm": algorithm, "seed": seed, "steps": 40}
+        return about | {"after": {"x/mean@1": share}}
+
+    runs = [run("a", "own0", 0, 0.1), run("a", "own0", 1, 0.9), run("a", "own1", 0, 0.9)]
+    runs += [run("b", "own0", 0, 0.2), run("b", "own1", 1, 0.9)]
+    rows = evidence.each({"a": "A", "b": "B"}, evidence.OWN)
+    columns = {"x": "x", "runs": evidence.num_runs}
+    table = evidence.Table(["method"], columns, rows, same_seeds=True)
+    assert table.cells(runs) == [["A", "0.10", "1"], ["B", "0.20", "1"]]
+
+
+def test_the_flaws_of_a_runs_samples(evidence, tmp_path):
     sample = dict(prompt="Ben has 65 eggs, gets 9, loses 8. Remainder mod 5?", response="65+9=64")
     flawed = {"oracle_flawed_positive": True, "truly_correct": False}
     info = dict(reward_extra_info=flawed, split="train", step=5)
@@ -395,7 +436,7 @@ def test_the_second_worlds_tables(tmp_path):
     sound = wrong | {"truly_correct": True}
     samples += [sample | info | {"reward_extra_info": one} for one in (wrong, sound)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
-    found = module.count_flaws(tmp_path, since=5)
+    found = evidence.count_flaws(tmp_path, since=5)
     assert found == {"flaws": {"arithmetic": 4}, "passed": 2, "overlooked": {"arithmetic": 1}}
 
 
@@ -404,47 +445,27 @@ def write_run(folder, lines):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_tables_of_the_world_with_a_tool_are_what_its_runs_say():
-    module = load("docs/make_shop")
-    runs = module.read()
-    made = module.tables(runs, module.evidence.read())
-    found = []
-    for page in module.PAGES:
-        text = page.read_text()
-        assert module.fill(text, made) == text, f"{page.name}: run python docs/make_shop.py"
-        found += re.findall(r"<!-- runs: ([\w ]+) -->", text)
-    assert sorted(found) == sorted(made)
-    for name, text in module.csv_files(runs).items():
-        assert module.FILE.with_name(name).read_text() == text, f"{name}: run python docs/make_shop.py"
-    names = [(run["world"], run["algorithm"], run["seed"]) for run in runs]
-    assert len(names) == len(set(names))
-    for name in ("outcome", "fapo"):  # the comparison on the pages: three seeds per checkpoint
-        seeds = {(run["world"], run["seed"]) for run in module.some_of(runs, name)}
-        assert len(seeds) == 9
-
-
-def test_the_numbers_of_the_questions_are_those_of_the_runs():
+def test_the_numbers_of_the_questions_are_those_of_the_runs(evidence):
     """Check the page's sentences on penalties, stepping stones, recall and the world with a tool."""
-    module = load("docs/make_shop")
-    runs, shop = module.evidence.read(), module.read()
+    runs = evidence.read()
     text = " ".join((ROOT / "docs/questions.md").read_text().split())
 
     def cells(some, key):
-        return module.evidence.cell([run["after"][f"{key}/mean@1"] for run in some]).replace("0.", ".")
+        return evidence.cell([run["after"][f"{key}/mean@1"] for run in some]).replace("0.", ".")
 
     def middle(name, world, key="toy/oracle_flawed_positive_rate"):
-        return cells(module.evidence.of(runs, name, world), key).split()[0]
+        return cells(evidence.of(runs, name, world), key).split()[0]
 
     told = [middle(name, "own0") for name in ("penalty0.5", "fapo_oracle", "penalty2")]
     assert "end at {}, {} and {} after 40 steps".format(*told) in text
     told = [middle(name, "warm0") for name in ("penalty0.667", "fapo_oracle", "penalty1.333")]
     assert "({}, {}, {};".format(*told) in text
-    weak = module.evidence.of(runs, "rule", "again_weak")
+    weak = evidence.of(runs, "rule", "again_weak")
     flawed = statistics.median(run["before"]["toy/oracle_flawed_positive_rate/mean@1"] for run in weak)
     assert f"At the start, {flawed:.2f} of the correct answers are flawed".replace("0.", ".") in text
-    some = module.evidence.of(runs, "majority", "own0")
+    some = evidence.of(runs, "majority", "own0")
     means = [statistics.fmean(run["curves"]["lambda"]) for run in some]
-    assert f"applies the penalty in {module.evidence.cell(means)} of the groups".replace("0.", ".") in text
+    assert f"applies the penalty in {evidence.cell(means)} of the groups".replace("0.", ".") in text
     told = [middle(name, "again_weak", "toy/truly_correct") for name in ("penalty2", "fapo_oracle")]
     assert "{} of the answers end up fully correct with λ = 2, and {} with λ = 1".format(*told) in text
     told = middle("fapo_oracle", "weak", "toy/truly_correct")
@@ -453,9 +474,9 @@ def test_the_numbers_of_the_questions_are_those_of_the_runs():
     told += [middle("fapo_oracle", "own1"), middle("rule", "own1")]
     rates = "flawed-positive rates of {}, {} and {}. A perfect judge gives {}, and the outcome reward {}."
     assert rates.format(*told) in text
-    outcome, fapo = (cells(module.some_of(shop, name), "shop/truly_correct") for name in ("outcome", "fapo"))
-    for value in (outcome, fapo):
-        assert value.replace("-", " to ") in text
+    for name in ("outcome", "fapo"):
+        told = cells(evidence.of(runs, name, *evidence.SHOP), "shop/truly_correct")
+        assert told.replace("-", " to ") in text
 
 
 def test_the_schedule_of_the_questions_runs():
@@ -546,84 +567,78 @@ def test_the_numbers_for_a_million_parameters_are_those_of_their_curves():
         assert " ".join(f"| {' | '.join(cells)} |".split()) in " ".join(text.split())
 
 
-def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run():
+def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run(evidence):
     """The flags must be the trainer's, and only methods with runs from each checkpoint are ranked."""
-    module = load("docs/make_shop")
     settings = {field.name for field in dataclasses.fields(grpo_trainer.Config)}
-    for flags in (*module.FLAGS.values(), *module.SECOND_WORLD.values()):
+    for flags in (*evidence.FLAGS.values(), *evidence.SECOND_WORLD.values()):
         assert {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", flags)} <= settings
-    runs = [run for run in module.read() if (run["world"], run["algorithm"]) != ("shop2", "fapo")]
-    made = module.tables([*runs], module.evidence.read())["tool world"]
+    runs = [run for run in evidence.read() if (run["world"], run["algorithm"]) != ("shop2", "fapo")]
+    made = evidence.ranking(runs, *evidence.RANKINGS["tool world"])
     assert "| FAPO |" not in made and "outcome reward only" in made
 
 
-def test_runs_with_a_tool_are_collected(tmp_path, capsys):
-    module = load("docs/make_shop")
+def test_runs_with_a_tool_are_collected(evidence, tmp_path):
+    """A rate among correct answers is missing where there are none."""
     line = {"val/shop/mean@1": 0.5, "val/shop/calls/mean@1": 2.0}
-    steps = [{"step": 1, "reward/acc": 0.25, "reward/flawed_positive_rate": None, "reward/truly_correct": 0.0,
-              "reward/calls": 2.0, "time/step": 1.5}]  # fmt: skip
-    for name, lines in (("fapo_cost0.1_seed2", [{"step": 0} | line, *steps, {"step": 2} | line]),
-                        ("fapo_seed0", [{"step": 0} | line, *steps])):  # fmt: skip
-        (tmp_path / "shop1" / name).mkdir(parents=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / "shop1" / name / "metrics.jsonl").write_text(text)
-    (run,) = module.collect(tmp_path)
-    assert "skipped: " in capsys.readouterr().out
+    first = {"step": 1, "reward/acc": 0.0, "reward/calls": 2.0, "time/step": 1.5}
+    last = {"step": 2, "reward/acc": 0.25, "reward/calls": 1.0, "reward/flawed_positive_rate": 0.5} | line
+    write_run(tmp_path / "shop1/fapo_cost0.1_seed2", [{"step": 0} | line, first, last])
+    (run,) = evidence.collect(tmp_path)
     assert (run["world"], run["algorithm"], run["seed"], run["steps"]) == ("shop1", "fapo_cost0.1", 2, 2)
     assert run["after"] == {"shop/mean@1": 0.5, "shop/calls/mean@1": 2.0} and run["seconds"] == 1.5
-    assert run["curves"]["acc"][0] == 0.25 and run["curves"]["flawed_positive_rate"][0] == 0.0
+    assert run["curves"] == {"acc": [0.0, 0.25], "calls": [2.0, 1.0], "flawed_positive_rate": [0.0, 0.5]}
+    assert evidence.file_of(run) == "shop.jsonl"
 
 
-def test_evidence_from_runs(tmp_path, monkeypatch, capsys):
-    module = load("docs/make_evidence")
+def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="--runs .*contains no finished run"):
-        module.collect(tmp_path)
+        evidence.collect(tmp_path)
     start = {"step": 0, "val/toy/mean@1": 0.5, "val/toy/best@8": 1.0}
     steps = [
         {"step": 1 + i, "reward/acc": acc, "reward/truly_correct": acc / 2, "time/step": 1.5}
         for i, acc in enumerate((0.2, 0.4, 0.9))
     ]
     write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
-    (run,) = module.collect(tmp_path)
+    (run,) = evidence.collect(tmp_path)
     assert run == {
         "world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3,
         "before": {"toy/mean@1": 0.5}, "after": {"toy/mean@1": 0.9123}, "seconds": 4.5,
         "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]},
     }  # fmt: skip
-    assert module.of([run], "rule") == [run] == module.of([run], "rule", "warm0")
+    assert evidence.of([run], "rule") == [run] == evidence.of([run], "rule", "warm0")
     with pytest.raises(ValueError, match="no finished run of rule in weak"):
-        module.of([run], "rule", "weak")
-    assert module.row("all", [run, {"after": run["before"]}], {"accuracy": "toy"}) == [
-        "all",
-        "0.71 (0.50-0.91)",
-    ]
-    assert module.row("all", [run], {"accuracy": "toy"}, when="before") == ["all", "0.50"]
-    assert module.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
-    assert module.turning_point(run) is None  # means of .1 to .25 fully correct, .8 to .5 wrong
+        evidence.of([run], "rule", "weak")
+    both = [run, run | {"seed": 3, "after": run["before"]}]
+    rows = evidence.each({"rule": "all"}, ("warm0",), first="rule")
+    table = evidence.Table(["method"], {"accuracy": "toy"}, rows)
+    assert table.cells(both) == [["initial policy", "0.50 (0.50-0.50)"], ["all", "0.71 (0.50-0.91)"]]
+    assert evidence.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
+    assert evidence.turning_point(run) == math.inf  # means of .1 to .25 fully correct, .8 to .5 wrong
     longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
-    assert module.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
-    assert module.half_correct(run) is math.inf and module.half_correct(longer) == 3  # .1, .3, .5
-    last = {"after": {f"{key}/mean@1": 0.5 for key in module.COLUMNS.values()}}
-    found = module.algorithms_table([run | last, run | last | {"world": "warm1"}], "warm0", "warm1")
-    assert "| outcome reward only | 0.50 (0.50-0.50) |" in found and "| never | 2 |" in found
-    assert len(found.splitlines()) == 3  # algorithms without runs in all of them are omitted
-    assert module.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
+    assert evidence.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
+    assert evidence.half_correct(run) is math.inf and evidence.half_correct(longer) == 3  # .1, .3, .5
+    last = {"after": {f"{key}/mean@1": 0.5 for key in evidence.COLUMNS.values()}}
+    rows = evidence.each(evidence.ALGORITHMS, ("warm0", "warm1"), optional=True)
+    table = evidence.Table(["method"], evidence.TOY | evidence.HALF, rows)
+    found = table.cells([run | last, run | last | {"world": "warm1"}])
+    # Algorithms without runs in all of these worlds are omitted.
+    assert found == [["outcome reward only", *["0.50 (0.50-0.50)"] * 3, "never", "2"]]
+    assert evidence.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
         "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
-    monkeypatch.setattr(module, "FILE", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     before = '{"world": "narrow", "algorithm": "fapo_judge", "seed": 0}\n'
-    module.FILE.write_text(before)
-    whole = {"step": 0} | {f"val/{key}/mean@1": 0.5 for key in module.COLUMNS.values()}
+    for name in evidence.FILES:
+        (tmp_path / name).write_text(before if name == "runs.jsonl" else "")
+    whole = {"step": 0} | {f"val/{key}/mean@1": 0.5 for key in evidence.COLUMNS.values()}
     write_run(tmp_path / "some/warm0/rule_seed0", [whole, whole])
     monkeypatch.setattr(sys, "argv", ["make_evidence.py", "--runs", str(tmp_path / "some")])
     with pytest.raises(SystemExit):
-        module.main()
-    assert (
-        "no finished run of fapo_judge in warm0" in capsys.readouterr().err
-        and module.FILE.read_text() == before
-    )
+        evidence.main()
+    assert "no finished run of fapo_judge in warm0" in capsys.readouterr().err
+    assert (tmp_path / "runs.jsonl").read_text() == before
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3: the run lacks its first or last"):
-        module.collect(tmp_path)
+        evidence.collect(tmp_path)
 
 
 def test_the_sample_of_the_pictures(tmp_path):

@@ -433,9 +433,8 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     wanted |= {f"own0/{name}" for name in evidence.SCHEDULES}
     wanted |= {f"{world}/{name}" for world in ("own0", "weak") for name in evidence.FORBIDDING}
     wanted |= {f"{world}/{name}" for world in evidence.STANDARD for name in evidence.NAMES}
-    shop = load("docs/make_shop")
-    names = [*shop.NAMES, *(f"{name}_cost{cost:g}" for name in shop.SHOWN for cost in (0, 0.01, 0.1))]
-    wanted |= {f"{world}/{name}" for world in shop.STARTS for name in names}
+    names = [name + end for name in ("outcome", "fapo") for end in evidence.COSTS]
+    wanted |= {f"{world}/{name}" for world in evidence.SHOP for name in (*names, *evidence.TOOL_NAMES)}
     seeds = {f"{name}_seed{seed}" for name in wanted if "judge_long" not in name for seed in range(3)}
     assert seeds <= set(found)
     assert {f"own1/{name}_judge" for name in ("first", "trained")} < set(found)
