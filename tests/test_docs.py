@@ -269,16 +269,6 @@ def test_the_page_of_settings_is_current():
     assert not re.findall(r"^\| .*\|  \|$", page, re.M)
 
 
-def test_the_walkthrough_is_what_its_script_writes():
-    module = load("docs/make_walkthrough")
-    data = json.loads((ROOT / "docs/walkthrough.json").read_text())
-    assert module.page(data) == (ROOT / "docs/walkthrough.md").read_text()
-    for sample, result in zip(data["samples"], module.score(data)):
-        assert "".join(sample["tokens"]).removesuffix("<|end|>") == sample["text"]
-        assert all(len(row) == len(sample["tokens"]) for row in sample["logprobs"])
-        assert result["genrm_status"] == ("skipped" if sample["critique"] is None else "ok")
-
-
 @pytest.fixture(scope="module")
 def evidence():
     return load("docs/make_evidence")
@@ -639,25 +629,3 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3: the run lacks its first or last"):
         evidence.collect(tmp_path)
-
-
-def test_the_sample_of_the_pictures(tmp_path):
-    """From step 2 on, find a correct but flawed sample in which the judge and the oracle name the same
-    paragraph.
-    """
-    module = load("docs/make_pictures")
-    question = "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"
-    flawed, sound = (f"65+9=74\n\n74-8={n}\n\n{n}+3={n + 3}\n\nRemainder \\boxed{{4}}" for n in (76, 66))
-
-    def line(step, group, response, said):
-        about = {"step": step, "split": "train", "group": group, "prompt": question, "response": response}
-        return about | {"reward_extra_info": {"flawed_positive": said is not None, "first_wrong": said}}
-
-    lines = [line(1, 0, flawed, 1), line(2, 0, sound, None), line(2, 0, flawed, 2)]
-    samples = tmp_path / "samples.jsonl"
-    samples.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    with pytest.raises(ValueError, match="try a lower --step"):
-        module.choose(tmp_path, 2)
-    lines += [line(2, 1, sound, None), line(2, 1, flawed, 1)]
-    samples.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    assert module.choose(tmp_path, 2) == {"step": 2, "group": 1, "sample": 1}
