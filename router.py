@@ -414,14 +414,15 @@ class Router:
             if attempts:
                 worker.retries += 1
             begun = time.monotonic()
-            timed_out = broken = False
+            error = None
             try:
                 answer = await self.send(worker, request, headers, body, deadline)
                 if answer.status not in FAILED:
                     worker.failed_in_a_row = 0
                     return answer
                 problem = f"{worker.url} returned {answer.status}"
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, OSError) as caught:
+                error = caught
                 problem = f"{worker.url}: {error_text(error)}"
                 if self.lacks_files(error):
                     await asyncio.sleep(0.2)  # Requests that finish in the meantime free descriptors.
@@ -430,9 +431,6 @@ class Router:
                     worker.failures += 1
                     self.set_health(worker, False, problem)
                     continue  # No server has seen the request.
-                # TimeoutError: the request ran out of time, or `poll` found the server dead.
-                timed_out = isinstance(error, TimeoutError)
-                broken = not timed_out
             ended = time.monotonic()
             # A request that runs out of time does not count against the server, because health checks find
             # servers that hang. The clocks of asyncio and `time` differ slightly.
@@ -441,25 +439,35 @@ class Router:
                 return error_response(504, f"no response within {limit}")
             attempts += 1
             worker.failures += 1
-            if timed_out and worker.is_silent:
-                continue  # The server left because /health timed out, which does not count as a death.
-            if worker.polls_failed or not (await self.get_health(worker))[0]:
-                self.set_health(worker, False, f"{problem}, and its /health fails")
-                if worker.is_silent and not broken:
-                    continue
+            state = await self.examine(worker, error, problem)
+            if state == "alive":
+                tried.append(worker)
+            elif state == "dead":
                 deaths += 1
                 if deaths > 2 or (deaths > 1 and ended - begun < ALONE_SECONDS):
                     text = f"the request killed {deaths} servers (last: {problem}); do not send it again"
                     return error_response(422, text)
-            else:
-                tried.append(worker)
-                worker.failed_in_a_row += 1
-                is_last = sum(one.healthy for one in self.workers.values()) == 1
-                if worker.failed_in_a_row >= config.unhealthy_after and not is_last:
-                    self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
         if answer:
             return answer
         return self.unavailable(problem)
+
+    async def examine(self, worker: Worker, error: Exception | None, problem: str) -> str:
+        """Find out what became of a server that failed a request, and update its health.
+
+        Returns alive, dead, or silent: its /health does not respond, which does not count as a death.
+        """
+        timed_out = isinstance(error, TimeoutError)  # `poll` found the server dead.
+        if timed_out and worker.is_silent:
+            return "silent"
+        if worker.polls_failed or not (await self.get_health(worker))[0]:
+            self.set_health(worker, False, f"{problem}, and its /health fails")
+            broken = error and not timed_out
+            return "silent" if worker.is_silent and not broken else "dead"
+        worker.failed_in_a_row += 1
+        is_last = sum(one.healthy for one in self.workers.values()) == 1
+        if worker.failed_in_a_row >= self.config.unhealthy_after and not is_last:
+            self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
+        return "alive"
 
     def unavailable(self, problem: str) -> web.Response:
         response = error_response(503, f"no server could answer the request: {problem}")
