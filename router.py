@@ -20,8 +20,9 @@ How the router reacts when a server fails:
                                 send such a request again.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 No request is sent twice to a living server. A server returns to the rotation when its /health responds again.
-If a client disconnects, the server stops working on the request. Requests with the same X-Session-Id header
-go to the same server while it is healthy, regardless of --policy.
+(--health-path may name another path than /health.) If a client disconnects, the server stops working on the
+request. Requests with the same X-Session-Id header go to the same server while it is healthy, regardless of
+--policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
 curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
 Standalone: imports nothing from this repository. genrm_server.py runs the class Generate inside vLLM, as a
@@ -71,6 +72,9 @@ class Config:
     max_attempts: int = 3  # Maximum number of servers to try for one request.
     unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
     health_interval: float = 5.0  # Time between health checks, in seconds. A status below 500 is healthy.
+    # Path of the servers for health checks. Choose a cheap one: some gateways ask a model on /health.
+    health_path: str = "/health"
+    health_timeout: float = 10.0  # Time limit for a health check, in seconds. Busy servers respond slowly.
     # Maximum time, in seconds, that a request waits for a healthy server, or to be retried after its server
     # died (one such retry per second). 0: return 503 immediately and retry without pauses. Harmless requests
     # may then be rejected along with a request that kills servers.
@@ -85,12 +89,15 @@ class Config:
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""
-        for name in ("max_attempts", "unhealthy_after", "max_body_mib", "health_interval", "request_timeout"):
+        for name in ("max_attempts", "unhealthy_after", "max_body_mib", "health_interval", "health_timeout",
+                     "request_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} {getattr(self, name)}: must be above 0 and finite")
         if not self.queue_timeout >= 0:
             raise ValueError(f"--queue-timeout {self.queue_timeout}: must be at least 0")
+        if not re.fullmatch(r"/[!-~]*", self.health_path):
+            raise ValueError(f"--health-path {self.health_path!r}: must start with / and have no spaces")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be between 0 and 65535")
 
@@ -125,7 +132,6 @@ FAILED = {500, 502, 503, 504}
 NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router ran out of file descriptors.
 BUFFERED = 1 << 20  # bytes; a longer response, or one of unknown length, is streamed without retries
 CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then another server is tried
-HEALTH_TIMEOUT = 10  # time limit for /health, in seconds; busy servers respond slowly
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes these headers itself.
@@ -249,18 +255,20 @@ class Router:
         await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits}))
 
     async def get_health(self, worker: Worker) -> tuple[bool, str]:
-        """Query /health of a server. Return whether the server is healthy, and why."""
+        """Query the health of a server. Return whether the server is healthy, and why."""
+        path, limit = self.config.health_path, self.config.health_timeout
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT):
-                async with self.session.get(worker.url + "/health", allow_redirects=False) as answer:
+            async with asyncio.timeout(limit):
+                async with self.session.get(worker.url + path, allow_redirects=False) as answer:
                     worker.is_silent = False
-                    if answer.status == 200:
-                        return True, "/health returned 200"
-                    return answer.status < 500, f"/health returned {answer.status}"
+                    return answer.status < 500, f"{path} returned {answer.status}"
         except Exception as error:  # All errors count as unhealthy, and none may end the poller.
             worker.is_silent = isinstance(error, TimeoutError)
+            if type(error) is TimeoutError:  # not one of aiohttp's, such as a time limit for connecting
+                remedy = "if it is slow, raise --health-timeout or choose another --health-path"
+                return False, f"{path} did not respond within {limit:g} s; {remedy}"
             stays_healthy = worker.healthy and self.lacks_files(error)  # The server is not to blame.
-            return stays_healthy, f"/health: {error_text(error)}"
+            return stays_healthy, f"{path}: {error_text(error)}"
 
     def lacks_files(self, error: Exception) -> bool:
         """Return whether the error means that the router has no file descriptors left."""
@@ -405,7 +413,7 @@ class Router:
         tried = []  # living servers that have seen the request
         deaths = 0  # servers that died while working on the request
         attempts = 0
-        answer, problem = None, "no server is healthy"
+        answer, problem = None, ""
         session = request.headers.get("X-Session-Id", "")
         while attempts < config.max_attempts:
             worker = await self.choose(tried, deaths > 0, deadline, session)
@@ -454,13 +462,13 @@ class Router:
     async def examine(self, worker: Worker, error: Exception | None, problem: str) -> str:
         """Find out what became of a server that failed a request, and update its health.
 
-        Returns alive, dead, or silent: its /health does not respond, which does not count as a death.
+        Returns alive, dead, or silent: its health check timed out, which does not count as a death.
         """
         timed_out = isinstance(error, TimeoutError)  # `poll` found the server dead.
         if timed_out and worker.is_silent:
             return "silent"
         if worker.polls_failed or not (await self.get_health(worker))[0]:
-            self.set_health(worker, False, f"{problem}, and its /health fails")
+            self.set_health(worker, False, f"{problem}, and its health check fails")
             broken = error and not timed_out
             return "silent" if worker.is_silent and not broken else "dead"
         worker.failed_in_a_row += 1
@@ -470,6 +478,9 @@ class Router:
         return "alive"
 
     def unavailable(self, problem: str) -> web.Response:
+        if not problem:
+            states = "; ".join(f"{worker.url}: {worker.why}" for worker in self.workers.values())
+            problem = f"no server is healthy ({states or 'there are none'})"
         response = error_response(503, f"no server could answer the request: {problem}")
         response.headers["Retry-After"] = str(math.ceil(self.config.health_interval))
         return response

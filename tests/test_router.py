@@ -485,10 +485,10 @@ async def test_why_a_server_never_came_is_told(capfd):
 
 
 @in_a_loop
-async def test_requests_of_a_removed_server_that_falls_silent_go_to_others(monkeypatch):
+async def test_requests_of_a_removed_server_that_falls_silent_go_to_others():
     """As when a node loses its network: its service removes the server, and no connection ends."""
-    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
-    async with Upstream(hang) as gone, Upstream() as up, Running(gone, health_interval=0.05) as it:
+    settings = dict(health_interval=0.05, health_timeout=0.2)
+    async with Upstream(hang) as gone, Upstream() as up, Running(gone, **settings) as it:
         asked = asyncio.create_task(it.ask("POST", "/x", data=b"1"))
         await until(lambda: gone.seen)
         assert (await it.ask("POST", "/workers", json={"url": up.url}))[0] == 200
@@ -502,13 +502,12 @@ async def test_requests_of_a_removed_server_that_falls_silent_go_to_others(monke
 
 
 @in_a_loop
-async def test_a_hanging_server_leaves_by_its_health(monkeypatch):
-    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
-
+async def test_a_hanging_server_leaves_by_its_health():
     async with Upstream() as up:
         with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections but never responds
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with Running(up, url, health_interval=0.05, queue_timeout=20) as it:
+            settings = dict(health_interval=0.05, health_timeout=1.0, queue_timeout=20)
+            async with Running(up, url, **settings) as it:
                 assert not it.router.workers[url].healthy  # not even at the start
                 assert [(await it.ask("GET", "/"))[0] for _ in range(4)] == [200] * 4
 
@@ -772,21 +771,20 @@ async def test_servers_that_refuse_use_up_no_attempt():
 
 
 @in_a_loop
-async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expels_it(monkeypatch):
-    async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, health_interval=0.05) as it:
+async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expels_it():
+    settings = dict(health_interval=0.05, health_timeout=1.0)
+    async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, **settings) as it:
         asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(8)]
         await until(lambda: len(hung.seen) == 4)
-        monkeypatch.setattr(router, "HEALTH_TIMEOUT", 1.0)
         hung.health = None  # no response
         assert [(await task)[:2] for task in asked] == [(200, good.url.encode())] * 8
         assert not it.worker(hung).healthy and it.worker(hung).in_flight == 0
 
 
 @in_a_loop
-async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch(monkeypatch):
+async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch():
     """In a busy router, both may be due in the same round of the event loop."""
-    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.5)
-    settings = dict(health_interval=0.05, unhealthy_after=1, request_timeout=1.5)
+    settings = dict(health_interval=0.05, health_timeout=0.5, unhealthy_after=1, request_timeout=1.5)
     async with Upstream(hang) as upstream, Running(upstream, **settings) as running:
         asked = asyncio.create_task(running.ask("GET", "/v1/x"))
         await until(lambda: upstream.seen)
@@ -800,12 +798,11 @@ async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch
 
 
 @in_a_loop
-async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
+async def test_silence_of_health_is_no_death_of_the_server():
     """A harmless request that three silent servers received still gets its response from the fourth."""
-    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(hang)) for _ in range(3)]
-        settings = dict(health_interval=0.05, unhealthy_after=1, max_attempts=4)
+        settings = dict(health_interval=0.05, health_timeout=0.2, unhealthy_after=1, max_attempts=4)
         it = await stack.enter_async_context(Running(*ups, queue_timeout=60, **settings))
         asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
         silent = set()
@@ -821,12 +818,11 @@ async def test_silence_of_health_is_no_death_of_the_server(monkeypatch):
 
 @pytest.mark.parametrize("status", [500, 504])
 @in_a_loop
-async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, monkeypatch):
+async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status):
     """A gateway in front of a hanging server sends such errors."""
-    monkeypatch.setattr(router, "HEALTH_TIMEOUT", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         ups = [await stack.enter_async_context(Upstream(answers(status))) for _ in range(3)]
-        it = await stack.enter_async_context(Running(*ups))
+        it = await stack.enter_async_context(Running(*ups, health_timeout=0.2))
         for up in ups:
             up.health = None
         assert (await it.ask("POST", "/", data=b"{}"))[0] == status
@@ -835,7 +831,7 @@ async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status, m
 def test_a_machine_that_is_lost_shows_within_a_minute():
     """This works as for any other server that hangs (see above)."""
     config = Config()
-    assert config.unhealthy_after * (config.health_interval + router.HEALTH_TIMEOUT) < 50
+    assert config.unhealthy_after * (config.health_interval + config.health_timeout) < 50
 
 
 @in_a_loop
@@ -957,6 +953,26 @@ async def test_a_base_url_with_v1_reaches_the_same_paths_and_a_404_of_health_is_
         assert up.seen[0].raw_path == "/v1/chat/completions"
         said = capfd.readouterr().err
         assert f"{up.url} is in the rotation (/health returned 404)" in said and "returned 200" not in said
+
+
+@in_a_loop
+async def test_a_gateway_with_a_slow_health_names_the_settings_with_which_it_joins(capfd):
+    """Such a gateway sends a chat request to each of its models before /health responds."""
+
+    async def play(request, upstream):
+        if request.raw_path == "/live?quick":
+            return web.Response(status=200)
+        return await say_name(request, upstream)
+
+    async with Upstream(play, health=0) as up:
+        async with Running(up, health_timeout=0.2) as it:
+            why = "/health did not respond within 0.2 s; if it is slow, raise --health-timeout or choose"
+            status, text, _ = await it.ask("POST", "/v1/x")
+            assert status == 503 and f"{up.url}: {why}" in json.loads(text)["error"]["message"]
+            assert why in capfd.readouterr().err
+        async with Running(up, health_path="/live?quick") as it:
+            assert (await it.ask("POST", "/v1/x"))[:2] == (200, up.url.encode())
+        assert [request.raw_path for request in up.seen] == ["/live?quick", "/v1/x"]
 
 
 def test_urls_that_mean_the_same_are_the_same():
@@ -1258,6 +1274,8 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--request-timeout", "0"], "--request-timeout"),
             (["--queue-timeout", "-1"], "--queue-timeout -1.0: must be at least 0"),  # it cannot be unlimited
             (["--health-interval", "inf"], "--health-interval inf: must be above 0 and finite"),
+            (["--health-timeout", "0"], "--health-timeout 0.0: must be above 0 and finite"),
+            (["--health-path", "live"], "--health-path 'live': must start with /"),
             (["--queue-timeout", "nan"], "--queue-timeout nan: must be at least 0"),
             (["--port", port], f"{port}): address already in use"),
         )
