@@ -9,6 +9,7 @@ The router forwards the paths of --forward and rejects all others. Its own endpo
     DELETE /workers?url=U       removes a server and lets its requests finish; needs the servers' key
 How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
+                                If the router lacks ports, files or memory, the server stays in the rotation.
     no response from /health    The server leaves the rotation. Its requests go to other servers.
     500, 502, 503, 504, or a    The router checks the /health of the server and distinguishes the next two
     broken connection           cases.
@@ -129,7 +130,13 @@ def warn_if_open(host: str, api_key: str, say) -> None:
 
 
 FAILED = {500, 502, 503, 504}
-NO_FILES = {errno.EMFILE, errno.ENFILE}  # The router ran out of file descriptors.
+LACKS = {  # errors for which the router's machine is to blame, not a server
+    errno.EMFILE: "out of file descriptors; raise the limit (ulimit -n)",
+    errno.ENFILE: "out of file descriptors; raise the limit (sysctl fs.file-max)",
+    errno.EADDRNOTAVAIL: "out of local ports; widen their range (sysctl net.ipv4.ip_local_port_range)",
+    errno.ENOBUFS: "out of memory for sockets",
+    errno.ENOMEM: "out of memory for sockets",
+}
 BUFFERED = 1 << 20  # bytes; a longer response, or one of unknown length, is streamed without retries
 CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then another server is tried
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
@@ -209,7 +216,7 @@ class Router:
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each of its running requests
         self.waiting = 0
-        self.warned_of_files = False
+        self.warnings = set()  # values of LACKS that have been printed
         self.suspects = asyncio.Lock()  # Only the request with this lock may be retried after a death.
         self.health_changed = asyncio.Event()
 
@@ -267,17 +274,16 @@ class Router:
             if type(error) is TimeoutError:  # not one of aiohttp's, such as a time limit for connecting
                 remedy = "if it is slow, raise --health-timeout or choose another --health-path"
                 return False, f"{path} did not respond within {limit:g} s; {remedy}"
-            stays_healthy = worker.healthy and self.lacks_files(error)  # The server is not to blame.
+            stays_healthy = worker.healthy and self.lacks_something(error)  # The server is not to blame.
             return stays_healthy, f"{path}: {error_text(error)}"
 
-    def lacks_files(self, error: Exception) -> bool:
-        """Return whether the error means that the router has no file descriptors left."""
-        if getattr(error, "errno", None) not in NO_FILES:
-            return False
-        if not self.warned_of_files:
-            self.warned_of_files = True
-            say("WARNING: out of file descriptors, so requests have to wait; raise the limit (ulimit -n)")
-        return True
+    def lacks_something(self, error: Exception) -> bool:
+        """Return whether the router lacks file descriptors, ports or memory for a connection."""
+        lack = LACKS.get(getattr(error, "errno", None))
+        if lack and lack not in self.warnings:
+            self.warnings.add(lack)
+            say(f"WARNING: requests have to wait, because the router is {lack}")
+        return lack is not None
 
     async def poll(self, worker: Worker) -> None:
         """Check the health of one server, and add it to the rotation or remove it."""
@@ -411,12 +417,17 @@ class Router:
         deadline = time.monotonic() + config.request_timeout
         headers = self.headers_for_servers(request)
         tried = []  # living servers that have seen the request
+        unreachable = []  # the server to which the router could not open a connection, if any
         deaths = 0  # servers that died while working on the request
         attempts = 0
         answer, problem = None, ""
         session = request.headers.get("X-Session-Id", "")
         while attempts < config.max_attempts:
-            worker = await self.choose(tried, deaths > 0, deadline, session)
+            worker = None
+            if unreachable and not deaths:
+                worker = self.acquire(tried + unreachable, session)
+            if not worker:
+                worker = await self.choose(tried, deaths > 0, deadline, session)
             if not worker:
                 break
             if attempts:
@@ -432,8 +443,10 @@ class Router:
             except (aiohttp.ClientError, OSError) as caught:
                 error = caught
                 problem = f"{worker.url}: {error_text(error)}"
-                if self.lacks_files(error):
-                    await asyncio.sleep(0.2)  # Requests that finish in the meantime free descriptors.
+                if self.lacks_something(error):
+                    if not session:
+                        unreachable = [worker]  # A lack of ports may concern only connections to this server.
+                    await asyncio.sleep(0.2)  # Requests that finish in the meantime free what is lacking.
                     continue
                 if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                     worker.failures += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gzip
 import json
@@ -1375,6 +1376,44 @@ async def test_a_router_without_file_descriptors_expels_no_server_and_loses_no_r
         process.terminate()
         said = (await process.stderr.read()).decode()
         assert "out of file descriptors" in said and "not in the rotation" not in said
+
+
+@pytest.mark.parametrize("name", ["EADDRNOTAVAIL", "ENOBUFS", "ENOMEM", "EMFILE"])
+@in_a_loop
+async def test_a_router_without_ports_or_memory_expels_no_server_and_loses_no_request(name, capfd):
+    loop = asyncio.get_running_loop()
+    connect = loop.sock_connect
+    full = set()  # ports of servers to which no connection can be opened
+
+    async def sock_connect(sock, address):
+        if address[1] in full:
+            number = getattr(errno, name)
+            raise OSError(number, os.strerror(number))
+        await connect(sock, address)
+
+    loop.sock_connect = sock_connect
+    settings = dict(policy="least_loaded", unhealthy_after=1, queue_timeout=20)
+    async with Upstream() as one, Upstream(hang) as two, Running(one, two, **settings) as it:
+        full.add(one.port)
+        await asyncio.sleep(1.1)  # until the router has closed its idle connections
+        await it.router.poll_all()
+        assert it.worker(one).healthy
+        # `two` has more requests, but `one` cannot get any.
+        hanging = [asyncio.create_task(it.ask("POST", "/")) for _ in range(3)]
+        await until(lambda: len(two.seen) == 3)
+        two.play = say_name
+        assert (await it.ask("POST", "/"))[:2] == (200, two.url.encode())
+        full.add(two.port)
+        asked = asyncio.create_task(it.ask("POST", "/"))
+        await asyncio.sleep(0.3)
+        full.clear()
+        assert (await asked)[0] == 200
+        assert it.worker(one).healthy and it.worker(two).healthy
+        said = capfd.readouterr().err
+        assert said.count("WARNING: requests have to wait, because the router is out of ") == 1
+        assert ("ip_local_port_range" in said) == (name == "EADDRNOTAVAIL")
+        for task in hanging:
+            task.cancel()
 
 
 @in_a_loop
