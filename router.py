@@ -10,7 +10,8 @@ The router forwards the paths of --forward and rejects all others. Its own endpo
 How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
                                 If the router lacks ports, files or memory, the server stays in the rotation.
-    no response from /health    The server leaves the rotation. Its requests go to other servers.
+    no response from /health    The server leaves the rotation. Its requests go to other servers. If there is
+                                no other server, the requests stay, because the server may only be busy.
     500, 502, 503, 504, or a    The router checks the /health of the server and distinguishes the next two
     broken connection           cases.
       /health is good           The request goes to another server. After --unhealthy-after failures in a row,
@@ -42,6 +43,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections import defaultdict
@@ -139,6 +141,8 @@ LACKS = {  # errors for which the router's machine is to blame, not a server
 }
 BUFFERED = 1 << 20  # bytes; a longer response, or one of unknown length, is streamed without retries
 CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then another server is tried
+# After 30 s, a probe every 10 s; the third that gets no response breaks the connection.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes these headers itself.
@@ -190,6 +194,15 @@ def error_text(error: Exception) -> str:
     return str(error) or repr(error)
 
 
+def open_socket(address) -> socket.socket:
+    """Open a socket whose connection breaks after a minute if the server's machine has vanished."""
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
+    return opened
+
+
 class Connector(aiohttp.TCPConnector):
     """A connector that discards connections with unread bytes.
 
@@ -225,7 +238,8 @@ class Router:
         config = self.config
         loop = asyncio.get_running_loop()
         self.session = aiohttp.ClientSession(
-            connector=Connector(limit=0, keepalive_timeout=1),  # Servers close idle connections after 5 s.
+            # Servers close idle connections after 5 s.
+            connector=Connector(limit=0, keepalive_timeout=1, socket_factory=open_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT),
@@ -295,9 +309,15 @@ class Router:
             worker.polls_failed += 1
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, why)
-                for limit in self.time_limits.pop(worker, ()):  # Hanging requests go to another server.
-                    with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
-                        limit.reschedule(0)
+                # Without another server, a server that is only busy should finish its requests.
+                if any(one.healthy and not one.polls_failed for one in self.workers.values()):
+                    self.move_requests(worker)
+
+    def move_requests(self, worker: Worker) -> None:
+        """Take the requests away from a server that hangs, so that `forward` sends them to other servers."""
+        for limit in self.time_limits.pop(worker, ()):
+            with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
+                limit.reschedule(0)
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy == healthy and worker.why:
@@ -477,7 +497,8 @@ class Router:
 
         Returns alive, dead, or silent: its health check timed out, which does not count as a death.
         """
-        timed_out = isinstance(error, TimeoutError)  # `poll` found the server dead.
+        # `poll` found the server dead, or the keepalive probes of the connection got no response.
+        timed_out = isinstance(error, TimeoutError) or getattr(error, "errno", 0) == errno.ETIMEDOUT
         if timed_out and worker.is_silent:
             return "silent"
         if worker.polls_failed or not (await self.get_health(worker))[0]:

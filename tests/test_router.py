@@ -782,6 +782,48 @@ async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expel
         assert not it.worker(hung).healthy and it.worker(hung).in_flight == 0
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@in_a_loop
+async def test_requests_stay_with_busy_servers_while_there_is_no_other(servers):
+    """Servers that are too busy for /health still work on what they have, so nothing is begun twice."""
+    free = asyncio.Event()
+    settings = dict(health_interval=0.05, health_timeout=0.2, unhealthy_after=2)
+    async with contextlib.AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(Upstream(answers_after(free))) for _ in range(servers)]
+        it = await stack.enter_async_context(Running(*ups, **settings))
+        asked = [asyncio.create_task(it.ask("POST", "/", data=b"{}")) for _ in range(16)]
+        await until(lambda: sum(len(up.seen) for up in ups) == 16)
+        for up in ups:
+            up.health = None  # no response
+        await until(lambda: all(it.worker(up).polls_failed > 3 for up in ups))
+        assert not any(it.worker(up).healthy for up in ups)
+        free.set()
+        assert [(await task)[:2] for task in asked] == [(200, b"late")] * 16
+        assert sum(len(up.seen) for up in ups) == 16
+        for up in ups:
+            up.health = 200
+        await until(lambda: all(it.worker(up).healthy for up in ups))
+
+
+@in_a_loop
+async def test_a_machine_that_vanished_while_no_other_is_left_shows_by_its_connections():
+    """The kernel of a busy machine answers keepalive probes, and a machine that is gone does not."""
+    async with Upstream(hang) as up, Running(up) as it:
+        asked = asyncio.create_task(it.ask("POST", "/"))
+        await until(lambda: up.seen)
+
+        def timer_of_connection():
+            for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+                _, _, other_end, state, _, timer, *_ = line.split()
+                if other_end.endswith(f":{up.port:04X}") and state == "01":  # established
+                    return timer
+
+        await until(lambda: timer_of_connection()[:2] != "01")  # until the request is acknowledged
+        kind, _, left = timer_of_connection().partition(":")
+        assert kind == "02" and int(left, 16) <= 3000  # a keepalive timer, in hundredths of a second
+        asked.cancel()
+
+
 @in_a_loop
 async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch():
     """In a busy router, both may be due in the same round of the event loop."""
