@@ -21,6 +21,7 @@ How the router reacts when a server fails:
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
+A server does not join if its /v1/models lists other models than that of the first server (--mixed-models).
 No request is sent twice to a living server. A server returns to the rotation when its /health responds again.
 (--health-path may name another path than /health.) If a client disconnects, the server stops working on the
 request. Requests with the same X-Session-Id header go to the same server while it is healthy, regardless of
@@ -78,6 +79,9 @@ class Config:
     # Path of the servers for health checks. Choose a cheap one: some gateways ask a model on /health.
     health_path: str = "/health"
     health_timeout: float = 10.0  # Time limit for a health check, in seconds. Busy servers respond slowly.
+    # Let servers join whose /v1/models differ. A request may then reach a server with another model, which may
+    # be right if the same model has different paths on the servers.
+    mixed_models: bool = False
     # Maximum time, in seconds, that a request waits for a healthy server, or to be retried after its server
     # died (one such retry per second). 0: return 503 immediately and retry without pauses. Harmless requests
     # may then be rejected along with a request that kills servers.
@@ -156,6 +160,7 @@ class Worker:
     healthy: bool = False
     why: str = ""  # why the server is healthy or not; empty before the first health check
     turn: float = 0.0  # when the server was last chosen; round robin takes the least recent one
+    models: tuple[str, ...] = ()  # what the server's /v1/models listed when the server last wanted to join
     in_flight: int = 0  # number of requests that the server is working on
     failed_in_a_row: int = 0  # number of consecutive requests that failed
     polls_failed: int = 0  # number of consecutive health checks that failed
@@ -226,6 +231,7 @@ class Router:
         self.api_key = read_key(config.api_key, "ROUTER_API_KEY")
         self.server_key = read_key(config.server_key, "ROUTER_SERVER_KEY")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
+        self.models = ()  # the models that each server has to list, which are those of the first one to join
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each of its running requests
         self.waiting = 0
@@ -254,7 +260,10 @@ class Router:
         )
         self.runner = web.ServerRunner(server, shutdown_timeout=4.0)  # aiohttp waits twice this long.
         await self.runner.setup()
-        await self.poll_all()
+        workers = [*self.workers.values()]
+        # The order of --workers, not of the responses, decides which models the router serves.
+        for worker, health in zip(workers, await asyncio.gather(*map(self.get_health, workers))):
+            self.note_health(worker, *health)
         self.poller = asyncio.create_task(self.poll_forever())
         await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
         warn_if_open(config.host, self.api_key, say)
@@ -282,7 +291,12 @@ class Router:
             async with asyncio.timeout(limit):
                 async with self.session.get(worker.url + path, allow_redirects=False) as answer:
                     worker.is_silent = False
-                    return answer.status < 500, f"{path} returned {answer.status}"
+                    healthy, why = answer.status < 500, f"{path} returned {answer.status}"
+                # A server that did not respond may have been restarted with another model.
+                if healthy and not self.config.mixed_models and (worker.polls_failed or not worker.healthy):
+                    path = "/v1/models"
+                    worker.models = await self.get_models(worker)
+                return healthy, why
         except Exception as error:  # All errors count as unhealthy, and none may end the poller.
             worker.is_silent = isinstance(error, TimeoutError)
             if type(error) is TimeoutError:  # not one of aiohttp's, such as a time limit for connecting
@@ -290,6 +304,33 @@ class Router:
                 return False, f"{path} did not respond within {limit:g} s; {remedy}"
             stays_healthy = worker.healthy and self.lacks_something(error)  # The server is not to blame.
             return stays_healthy, f"{path}: {error_text(error)}"
+
+    async def get_models(self, worker: Worker) -> tuple[str, ...]:
+        """Return the names and paths of the models that a server lists. Servers of other kinds list none."""
+        key = self.server_key or self.api_key.rpartition(",")[2]
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = worker.url + "/v1/models"
+        async with self.session.get(url, headers=headers, allow_redirects=False) as answer:
+            body = await answer.read()
+        if answer.status not in (200, 404):
+            say(f"WARNING: {url} returned {answer.status}, so nobody notices if its models are others")
+        try:
+            listed = [(str(model["id"]), str(model.get("root") or "")) for model in json.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return ()
+        return tuple(sorted(f"{name} ({root})" if root not in ("", name) else name for name, root in listed))
+
+    def find_other_models(self, worker: Worker) -> str:
+        """Return why the models of a server keep the server out of the rotation, or an empty string."""
+        if not worker.models or worker.models == self.models or self.workers.get(worker.url) is not worker:
+            return ""
+        # The list of a gateway may grow, which matters only to requests that other servers could get.
+        if not self.models or (len(self.workers) == 1 and set(self.models) < set(worker.models)):
+            self.models = worker.models
+            return ""
+        theirs, ours = ", ".join(worker.models), ", ".join(self.models)
+        return (f"its models ({theirs:.200}) differ from those of the first server ({ours:.200}); start one "
+                "router per model, or pass --mixed-models if any server may answer any request")
 
     def lacks_something(self, error: Exception) -> bool:
         """Return whether the router lacks file descriptors, ports or memory for a connection."""
@@ -301,10 +342,16 @@ class Router:
 
     async def poll(self, worker: Worker) -> None:
         """Check the health of one server, and add it to the rotation or remove it."""
-        healthy, why = await self.get_health(worker)
+        self.note_health(worker, *await self.get_health(worker))
+
+    def note_health(self, worker: Worker, healthy: bool, why: str) -> None:
+        """Add a server to the rotation or remove it, according to a health check."""
         if healthy:
             worker.polls_failed = 0
-            self.set_health(worker, True, why)
+            other_models = self.find_other_models(worker)
+            if other_models and worker.why != other_models:
+                worker.why = ""  # This makes `set_health` print the new reason.
+            self.set_health(worker, not other_models, other_models or why)
         else:
             worker.polls_failed += 1
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
@@ -563,6 +610,8 @@ class Router:
         try:
             if request.method == "DELETE":
                 worker = self.workers.pop(clean_url(request.rel_url.query["url"]))
+                if not any(one.models == self.models for one in self.workers.values()):
+                    self.models = ()
             else:
                 url = clean_url(json.loads(body)["url"])
                 worker = self.workers.setdefault(url, Worker(url))

@@ -34,11 +34,11 @@ ROUTER = Path(__file__).parent.parent / "router.py"
 class Upstream:
     """A real HTTP server.
 
-    `play(request)` is its script, and `seen` has all requests except those to /health.
+    `play(request)` is its script, and `seen` has all requests except those to /health and /v1/models.
     """
 
-    def __init__(self, play=None, health=200):
-        self.play, self.health, self.seen = play or say_name, health, []
+    def __init__(self, play=None, health=200, models=None):
+        self.play, self.health, self.models, self.seen = play or say_name, health, models, []
         self.cancelled = asyncio.Event()
 
     async def __aenter__(self):
@@ -74,6 +74,11 @@ class Upstream:
         if request.raw_path == "/health":
             await (asyncio.sleep(0) if self.health else hang(request, self))
             return web.Response(status=self.health)
+        if request.raw_path == "/v1/models":
+            if self.models is None:
+                return web.Response(status=404)
+            listed = [dict(id=name, root=root) for name, root in self.models.items()]
+            return web.json_response({"object": "list", "data": listed})
         self.seen.append(request)
         try:
             return await self.play(request, self)
@@ -237,8 +242,11 @@ async def test_the_length_is_the_routers_own_and_a_servers_path_comes_first():
             assert (await it.ask("POST", "/x?y=1", data=b"GET /sleep HTTP/1.1\r\n\r\n\r", headers=headers))[
                 0
             ] == 200
-        assert [got.raw_path for got in up.seen] == ["/base/health"] + ["/base/x?y=1"] * 3
-        assert {(got.method, got.headers["Content-Length"]) for got in up.seen[1:]} == {("POST", "24")}
+        assert [got.raw_path for got in up.seen] == [
+            *("/base/health", "/base/v1/models"),
+            *["/base/x?y=1"] * 3,
+        ]
+        assert {(got.method, got.headers["Content-Length"]) for got in up.seen[2:]} == {("POST", "24")}
         # All requests used one connection.
         assert len({got.transport for got in up.seen}) == len(up.runner.server.connections) == 1
         assert (await it.ask("GET", "/"))[0] == 200 and "Content-Length" not in up.seen[-1].headers
@@ -757,7 +765,7 @@ async def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again()
         for _ in range(3):
             await asyncio.sleep(0.1)
             assert (await it.ask("POST", "/"))[:2] == (200, b"right")
-        assert len(connections) == 4  # one for /health, and a new one per request
+        assert len(connections) in (4, 5)  # one or two for /health and /v1/models, and one per request
     server.close()
 
 
@@ -1018,6 +1026,99 @@ async def test_a_gateway_with_a_slow_health_names_the_settings_with_which_it_joi
         assert [request.raw_path for request in up.seen] == ["/live?quick", "/v1/x"]
 
 
+async def states_of(it):
+    workers = json.loads((await it.ask("GET", "/workers"))[1])["workers"]
+    return {worker["url"]: (worker["healthy"], worker["models"], worker["why"]) for worker in workers}
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+@pytest.mark.parametrize(
+    "models",
+    [{"b": "b"}, {"a": "/models/b"}, {"a": "/models/a", "b": "/models/b"}],
+    ids=["another-name", "another-folder", "one-more"],
+)
+@in_a_loop
+async def test_a_server_with_other_models_does_not_join(models, policy, capfd):
+    async with (
+        Upstream(models={"a": "/models/a"}) as one,
+        Upstream(models=models) as two,
+        Upstream(models={"a": "/models/a"}) as three,
+        Upstream() as four,  # of a kind that has no /v1/models
+        Running(one, two, three, four, policy=policy) as it,
+    ):
+        names = {(await it.ask("POST", "/"))[1].decode() for _ in range(12)}
+        assert names == {one.url, three.url, four.url}
+        state = await states_of(it)
+        assert state[one.url] == (True, ["a (/models/a)"], "/health returned 200")
+        healthy, listed, why = state[two.url]
+        assert not healthy and len(listed) == len(models)
+        assert why.startswith(f"its models ({', '.join(listed)}) differ from those of the first server (a (/m")
+        await it.router.poll_all()
+        assert capfd.readouterr().err.count(f"{two.url} is not in the rotation ({why})") == 1
+
+
+@in_a_loop
+async def test_any_server_joins_if_mixed_models_are_allowed():
+    async with (
+        Upstream(models={"a": "a"}) as one,
+        Upstream(models={"b": "b"}) as two,
+        Running(one, two, mixed_models=True) as it,
+    ):
+        assert {(await it.ask("POST", "/"))[1].decode() for _ in range(4)} == {one.url, two.url}
+
+
+@in_a_loop
+async def test_a_server_that_returns_with_another_model_does_not_join_again():
+    async with Upstream(models={"a": "a"}) as one, Running(one) as it:
+
+        async def restart(models):
+            await one.die()
+            assert (await it.ask("POST", "/"))[0] == 503
+            one.models = models
+            await one.open(one.port)
+            await it.router.poll_all()
+            return it.worker(one).healthy
+
+        assert not await restart({"b": "b"})
+        assert "its models (b) differ from those of the first server (a)" in it.worker(one).why
+        assert await restart({"a": "a"})
+        assert await restart({"a": "a", "new": "new"})  # A single gateway may offer more models than before.
+        assert not await restart({"a": "a"})
+        assert await restart({"a": "a", "new": "new"})
+        # The same holds if no request noticed that the server was away.
+        one.health = 503
+        await it.router.poll_all()
+        assert it.worker(one).healthy  # One failed health check expels no server.
+        one.models, one.health = {"c": "c"}, 200
+        await it.router.poll_all()
+        assert not it.worker(one).healthy
+
+
+@in_a_loop
+async def test_servers_with_another_model_join_once_the_others_are_removed():
+    async with Upstream(models={"a": "a"}) as one, Upstream(models={"b": "b"}) as two, Running(one) as it:
+        assert (await it.ask("POST", "/workers", json={"url": two.url}))[0] == 200
+        assert not it.worker(two).healthy
+        await it.ask("DELETE", f"/workers?url={one.url}")
+        await it.router.poll_all()
+        assert it.worker(two).healthy
+
+
+@pytest.mark.parametrize("settings, sent", [(dict(api_key="old,new"), "new"), (dict(server_key="s"), "s")])
+@in_a_loop
+async def test_models_are_requested_with_the_key_that_servers_accept(settings, sent, capfd):
+    keys = []
+
+    async def play(request, upstream):
+        keys.append(request.headers.get("Authorization"))
+        return web.Response(status=401)
+
+    async with Upstream(play) as up, Running(up.url + "/base", **settings) as it:
+        url = f"{up.url}/base"
+        assert keys == [None, f"Bearer {sent}"] and it.router.workers[url].healthy  # /health needs no key
+        assert f"WARNING: {url}/v1/models returned 401" in capfd.readouterr().err
+
+
 def test_urls_that_mean_the_same_are_the_same():
     assert clean_url("https://HOST/v1/") == clean_url("https://host/v1") == "https://host"
     assert clean_url("http://LOCALHOST:80/") == clean_url("http://localhost") == "http://localhost"
@@ -1053,14 +1154,14 @@ async def test_metrics():
 async def test_api_key():
     async with Upstream() as up, Running(up, api_key="s3cret") as it:
         assert (await it.ask("GET", "/health"))[0] == 200
-        for path in ("/", "/workers", "/metrics", "/v1/models", "/sleep"):
+        for path in ("/", "/workers", "/metrics", "/v1/x", "/sleep"):
             for key in ("", "Bearer wrong", "Bearer s3cret2", "s3cret", "é"):
                 headers = {"Authorization": key} if key else {}
                 assert (await it.ask("GET", path, headers=headers))[0] == 401
         assert not up.seen
         right = {"Authorization": "Bearer s3cret"}
         assert (await it.ask("GET", "/workers", headers=right))[0] == 200
-        assert (await it.ask("GET", "/v1/models", headers=right))[0] == 200
+        assert (await it.ask("GET", "/v1/x", headers=right))[0] == 200
         assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may require it as well
 
 
@@ -1070,7 +1171,7 @@ async def test_two_keys_are_both_accepted_while_one_replaces_the_other(given):
     async with Upstream() as up, Running(up, api_key=given) as it:
         for key, status in (("old", 200), ("new", 200), ("old,new", 401), ("", 401), ("other", 401)):
             headers = {"Authorization": f"Bearer {key}"}
-            assert (await it.ask("GET", "/v1/models", headers=headers))[0] == status, key
+            assert (await it.ask("GET", "/v1/x", headers=headers))[0] == status, key
 
 
 @in_a_loop
