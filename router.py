@@ -20,6 +20,10 @@ How the router reacts when a server fails:
                                 retried one per second. A request is rejected with 422 if a second server dies
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
+    no response to several      If a server answers no request to a path, whereas other servers do, requests that
+    requests                    run into a time limit count as failures, even if /health is good. After
+                                --unhealthy-after in a row, the server leaves the rotation, and its remaining
+                                requests go to other servers. It returns when it has been restarted.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 A server does not join if its /v1/models lists other models than that of the first server (--mixed-models).
 No request is sent twice to a living server. A server returns to the rotation when its /health responds again.
@@ -79,8 +83,8 @@ class Config:
     # Path of the servers for health checks. Choose a cheap one: some gateways ask a model on /health.
     health_path: str = "/health"
     health_timeout: float = 10.0  # Time limit for a health check, in seconds. Busy servers respond slowly.
-    # Let servers join whose /v1/models differ. A request may then reach a server with another model, which may
-    # be right if the same model has different paths on the servers.
+    # Let servers join whose /v1/models differ. A request may then reach a server with another model. Use it
+    # if the same model has different paths on the servers.
     mixed_models: bool = False
     # Maximum time, in seconds, that a request waits for a healthy server, or to be retried after its server
     # died (one such retry per second). 0: return 503 immediately and retry without pauses. Harmless requests
@@ -148,6 +152,7 @@ CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then a
 # After 30 s, a probe every 10 s; the third that gets no response breaks the connection.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
+CLOCK_ERROR = 0.01  # seconds by which the clocks of asyncio and `time` may differ
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 NEW_BODY = HOP_BY_HOP | {"host", "content-length", "expect"}  # aiohttp writes these headers itself.
 
@@ -165,6 +170,7 @@ class Worker:
     failed_in_a_row: int = 0  # number of consecutive requests that failed
     polls_failed: int = 0  # number of consecutive health checks that failed
     is_silent: bool = False  # whether the last health check timed out
+    hangs: bool = False  # whether the server left because it answers no requests; it has to be restarted
     requests: int = 0
     failures: int = 0  # number of attempts that got no response or a status in FAILED
     retries: int = 0  # number of requests that came here after another server had failed
@@ -231,6 +237,8 @@ class Router:
         self.api_key = read_key(config.api_key, "ROUTER_API_KEY")
         self.server_key = read_key(config.server_key, "ROUTER_SERVER_KEY")
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
+        self.answered = {}  # (worker, path) -> when the latest answer came, and how many seconds it took
+        self.unanswered = defaultdict(int)  # (worker, path) -> number of such requests since then
         self.models = ()  # the models that each server has to list, which are those of the first one to join
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each of its running requests
@@ -281,6 +289,9 @@ class Router:
             await self.poll_all()
 
     async def poll_all(self) -> None:
+        # Older answers say nothing about a running request.
+        oldest = time.monotonic() - self.config.request_timeout
+        self.answered = {kind: answer for kind, answer in self.answered.items() if answer[0] > oldest}
         # A removed server is checked as long as it has requests, which may hang.
         await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits}))
 
@@ -351,8 +362,13 @@ class Router:
             other_models = self.find_other_models(worker)
             if other_models and worker.why != other_models:
                 worker.why = ""  # This makes `set_health` print the new reason.
+            if worker.hangs and any(one.healthy for one in self.workers.values()):
+                return
+            worker.hangs = False
             self.set_health(worker, not other_models, other_models or why)
         else:
+            if not worker.is_silent:
+                worker.hangs = False  # The server has ended. It returns when it has been restarted.
             worker.polls_failed += 1
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, why)
@@ -393,7 +409,9 @@ class Router:
         path = request.rel_url.raw_path
         if path == "/health":
             healthy = sum(worker.healthy for worker in self.workers.values())
-            state = {"healthy": healthy, "servers": len(self.workers), "waiting": self.waiting}
+            hanging = sum(worker.hangs for worker in self.workers.values())
+            state = {"healthy": healthy, "servers": len(self.workers), "waiting": self.waiting,
+                     "hanging": hanging}
             return web.json_response(state, status=200 if healthy else 503)
         key = self.api_key
         if path == "/workers" and request.method != "GET" and self.server_key:
@@ -520,9 +538,7 @@ class Router:
                     self.set_health(worker, False, problem)
                     continue  # No server has seen the request.
             ended = time.monotonic()
-            # A request that runs out of time does not count against the server, because health checks find
-            # servers that hang. The clocks of asyncio and `time` differ slightly.
-            if ended >= deadline - 0.01:
+            if ended >= deadline - CLOCK_ERROR:
                 limit = f"{config.request_timeout:g} s; start router.py with a higher --request-timeout"
                 return error_response(504, f"no response within {limit}")
             attempts += 1
@@ -539,13 +555,50 @@ class Router:
             return answer
         return self.unavailable(problem)
 
+    def note_answer(self, worker: Worker, path: str, begun: float) -> None:
+        """Remember that the server answers requests to the path, for `count_unanswered`."""
+        now = time.monotonic()
+        self.answered[worker, path] = now, now - begun
+        if self.unanswered:
+            self.unanswered.pop((worker, path), None)
+
+    def count_unanswered(self, worker: Worker, path: str, begun: float) -> None:
+        """Count a request that ran out of time. After --unhealthy-after in a row, the server leaves.
+
+        The request counts if its server has answered no request to the path since it began, whereas another
+        server has, in less than half of that time. Otherwise, all servers may be slow, or the client may be
+        cancelling its requests. Some clients send one request after the other, so an equally long time before
+        the request is considered, too, unless the server answered then.
+        """
+        since = begun
+        waited = time.monotonic() - begun
+        never = (-math.inf, 0.0)
+        latest, _ = self.answered.get((worker, path), never)
+        if latest > begun or not worker.healthy:
+            return
+        if latest < begun - waited:
+            since -= waited
+        others = [self.answered.get((one, path), never) for one in self.workers.values() if one.healthy]
+        if not any(latest > since and seconds < waited / 2 for latest, seconds in others):
+            return
+        worker.failures += 1
+        self.unanswered[worker, path] += 1
+        if self.unanswered[worker, path] >= self.config.unhealthy_after:
+            count = self.unanswered.pop((worker, path))
+            worker.hangs = True
+            self.set_health(worker, False, f"it hangs: {count} requests in a row to {path} got no answer "
+                                           "although other servers answered; restart the server")
+            self.move_requests(worker)
+
     async def examine(self, worker: Worker, error: Exception | None, problem: str) -> str:
         """Find out what became of a server that failed a request, and update its health.
 
         Returns alive, dead, or silent: its health check timed out, which does not count as a death.
         """
-        # `poll` found the server dead, or the keepalive probes of the connection got no response.
+        # The server hangs, or the keepalive probes of the connection got no response.
         timed_out = isinstance(error, TimeoutError) or getattr(error, "errno", 0) == errno.ETIMEDOUT
+        if timed_out and worker.hangs:
+            return "alive"
         if timed_out and worker.is_silent:
             return "silent"
         if worker.polls_failed or not (await self.get_health(worker))[0]:
@@ -573,6 +626,7 @@ class Router:
         """
         worker.requests += 1
         begun = time.monotonic()
+        path = request.rel_url.raw_path
         response = None
         url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
         limit = asyncio.timeout(deadline - begun)  # `poll` ends it early if the server is unhealthy.
@@ -584,15 +638,23 @@ class Router:
                 start = {"status": answer.status, "reason": answer.reason}
                 if answer.status >= 400 or (answer.content_length or math.inf) <= BUFFERED:
                     content = await answer.read()
+                    if answer.status < 400:  # Servers reject requests even if their engine hangs.
+                        self.note_answer(worker, path, begun)
                     kept = forwarded_headers(answer.headers, NEW_BODY)
                     return web.Response(**start, body=content, headers=kept)
                 response = web.StreamResponse(**start, headers=forwarded_headers(answer.headers, HOP_BY_HOP))
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
+                    self.note_answer(worker, path, begun)
                     await response.write(chunk)
                 await response.write_eof()
                 return response
+        except asyncio.CancelledError:  # The client has disconnected, perhaps because of a time limit.
+            self.count_unanswered(worker, path, begun)
+            raise
         except (aiohttp.ClientError, OSError) as error:
+            if time.monotonic() >= deadline - CLOCK_ERROR:
+                self.count_unanswered(worker, path, begun)
             if response is None or not response.prepared:
                 raise
             raise asyncio.CancelledError from error  # This closes the client's connection.

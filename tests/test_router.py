@@ -696,6 +696,127 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
         assert it.worker(up).healthy and it.worker(other).healthy
 
 
+async def hang_or_reject(request, upstream):
+    """Behave like an API server whose engine hangs: it still rejects requests and responds to /health."""
+    if request.rel_url.query:
+        return web.Response(status=400)
+    return await hang(request, upstream)
+
+
+def session_of(upstream, it):
+    """Return the headers of a session whose requests go to this server."""
+    for number in range(1000):
+        urls = sorted(it.router.workers, key=lambda url: router.session_weight(f"{number}", url))
+        if urls[-1] == upstream.url:
+            return {"X-Session-Id": f"{number}"}
+
+
+async def wait_in_vain(it, hung, good, path="/v1/x", other_path="/v1/x", patience=3, together=True):
+    """Disconnect from a server that does not answer, while or after another server answers.
+
+    The client waits for `patience` times as long as the other server takes.
+    """
+    begun, seen = time.monotonic(), len(hung.seen)
+    if not together:
+        assert (await it.ask("POST", other_path, headers=session_of(good, it)))[0] == 200
+    asked = asyncio.create_task(it.ask("POST", path, headers=session_of(hung, it)))
+    await until(lambda: len(hung.seen) > seen)
+    if together:
+        assert (await it.ask("POST", other_path, headers=session_of(good, it)))[0] == 200
+    await asyncio.sleep(patience * (time.monotonic() - begun))
+    in_flight = it.worker(hung).in_flight
+    asked.cancel()
+    await until(lambda: it.worker(hung).in_flight < in_flight)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@in_a_loop
+async def test_an_engine_that_hangs_behind_a_good_health_leaves_until_it_is_restarted(together, capfd):
+    async with Upstream(hang_or_reject) as hung, Upstream() as good, Running(hung, good) as it:
+        home = session_of(hung, it)
+        waiting = [asyncio.create_task(it.ask("POST", "/v1/x", headers=home)) for _ in range(8)]
+        await until(lambda: it.worker(hung).in_flight == 8)
+        for number in range(3):
+            assert it.worker(hung).healthy and it.worker(hung).failures == number
+            # The server's rejection does not prove that its engine works.
+            assert (await it.ask("POST", "/v1/x?invalid", headers=home))[0] == 400
+            await wait_in_vain(it, hung, good, together=together)
+        assert [(await task)[:2] for task in waiting] == [(200, good.url.encode())] * 8
+        said = "it hangs: 3 requests in a row to /v1/x got no answer although other servers answered; restart"
+        assert said in it.worker(hung).why and said in capfd.readouterr().err
+        assert json.loads((await it.ask("GET", "/health"))[1]) == dict(
+            healthy=1, servers=2, waiting=0, hanging=1
+        )
+        await it.router.poll_all()  # Its /health is still good.
+        hung.health = None
+        it.router.config.health_timeout = 0.2
+        await it.router.poll_all()  # It is too busy for /health, which is no restart either.
+        hung.health, it.router.config.health_timeout = 200, 10.0
+        await it.router.poll_all()
+        assert not it.worker(hung).healthy
+        await hung.die()
+        await it.router.poll_all()
+        hung.play = say_name
+        await hung.open(hung.port)
+        await it.router.poll_all()
+        assert it.worker(hung).healthy
+        assert (await it.ask("POST", "/v1/x", headers=home))[:2] == (200, hung.url.encode())
+
+
+@in_a_loop
+async def test_an_engine_that_hangs_is_found_by_the_time_limit_of_the_router_and_returns_as_the_last():
+    settings = dict(request_timeout=0.5, unhealthy_after=2)
+    async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, **settings) as it:
+        statuses = []
+        while it.worker(hung).healthy:
+            statuses.append((await it.ask("POST", "/v1/x"))[0])
+        # On a busy machine, the other server may take more than half of the time limit.
+        assert statuses.count(504) >= 2 and set(statuses) == {200, 504}
+        await it.router.poll_all()
+        assert not it.worker(hung).healthy
+        await good.die()
+        await it.router.poll_all()
+        assert (await it.ask("POST", "/v1/x"))[0] in (503, 504)
+        await it.router.poll_all()
+        assert it.worker(hung).healthy and not it.worker(good).healthy
+
+
+@pytest.mark.parametrize("reason", ["no_other", "other_path", "answers", "slow", "stream"])
+@in_a_loop
+async def test_clients_that_disconnect_expel_no_server_that_works(reason):
+    """For example, a run that ends cancels all of its requests."""
+
+    async def play(request, upstream):
+        if request.rel_url.query:
+            return await say_name(request, upstream)
+        if reason == "stream":
+            await begin(request)
+        return await hang(request, upstream)
+
+    async with Upstream(play) as one, Upstream() as two, Running(one, two, unhealthy_after=1) as it:
+        if reason == "no_other":
+            await it.ask("DELETE", f"/workers?url={two.url}")
+            for _ in range(2):
+                await wait_in_vain(it, one, one, other_path="/v1/tokenize?short")
+        elif reason == "other_path":
+            await wait_in_vain(it, one, two, other_path="/v1/tokenize")
+        elif reason == "slow":
+            release = asyncio.Event()
+            two.play = answers_after(release)
+            asyncio.get_running_loop().call_later(1.0, release.set)
+            await wait_in_vain(it, one, two, patience=0)
+        elif reason == "answers":
+            asked = asyncio.create_task(it.ask("POST", "/v1/x", headers=session_of(one, it)))
+            await until(lambda: one.seen)
+            for up in (one, two):
+                assert (await it.ask("POST", "/v1/x?short", headers=session_of(up, it)))[0] == 200
+            asked.cancel()
+        else:
+            await wait_in_vain(it, one, two)
+        await until(lambda: it.worker(one).in_flight == 0)
+        assert it.worker(one).healthy and it.worker(one).failures == 0
+
+
 @in_a_loop
 async def test_connect_timeout_asks_another_server_and_gives_503_when_there_is_none(monkeypatch):
     full = socket.socket()
