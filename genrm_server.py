@@ -6,9 +6,9 @@
 
 ModelServers supervises the servers and the router of one model. A VllmServer is a child process that
 ends with this program, even if this program is killed. Servers get GPUs from CUDA_VISIBLE_DEVICES, in order,
-or equal shares of the CPU cores. A server that dies is removed from the router and restarted after a growing
-delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready. Servers
-require a key on every path except /health (KeyGuard). cluster/placement.py runs servers as Ray actors.
+or equal shares of the CPU cores. A server that dies or hangs is removed from the router and restarted after a
+growing delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready.
+Servers require a key on every path except /health (KeyGuard). cluster/placement.py runs servers as Ray actors.
 Needs router.py. Not covered: systems other than Linux, servers that span nodes, other engines.
 """
 
@@ -174,6 +174,7 @@ class ServerSlot:
     joined: int = 0  # the router start (1, 2, ...) at which the server registered; 0: not registered
     ready: bool = False  # whether the server has become ready since its latest start
     restarts: int = 0
+    hangs: bool = False  # whether the router found that the server's engine answers no requests
     given_up: str = ""  # why the service gave up on this server; empty: it is still supervised
 
 
@@ -267,7 +268,7 @@ class ModelServers:
 
     def watch(self, slot: ServerSlot) -> str:
         """Start a server or the router, watch it until it dies or hangs, and return what happened."""
-        slot.ready = False
+        slot.ready = slot.hangs = False
         with contextlib.ExitStack() as start_lock:  # The lock is released when the server is ready.
             if slot is not self.router:
                 if self.config.device == "cuda":
@@ -277,8 +278,12 @@ class ModelServers:
             started = answered = time.monotonic()
             try:
                 while not self.stopping.wait(WATCH_EVERY):
-                    status, _ = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                    status, text = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
                     silent = time.monotonic() - answered
+                    if slot is self.router and status:
+                        self.find_hanging(text)
+                    if slot.hangs:
+                        return "hangs: its engine answers no requests (see the router's log)"
                     if status == 200 or slot is self.router and status:  # 503: the router has no servers
                         answered = time.monotonic()
                         self.join(slot, answered - started)
@@ -296,6 +301,17 @@ class ModelServers:
             finally:
                 self.leave(slot)
         return "was stopped"
+
+    def find_hanging(self, health: str) -> None:
+        """Mark the servers that hang according to the router, so that their threads restart them."""
+        if not re.search(r'"hanging": [1-9]', health):
+            return
+        key = self.config.api_key.rpartition(",")[2]
+        _, text = request("GET", f"{self.router.url}/workers", api_key=key)
+        with contextlib.suppress(ValueError):  # The router may be ending.
+            hanging = [worker["url"] for worker in json.loads(text)["workers"] if worker["hangs"]]
+            for slot in self.slots:
+                slot.hangs = slot.joined > 0 and slot.url in hanging
 
     def join(self, slot: ServerSlot, seconds: float) -> None:
         """Add a healthy server to the router if necessary. If this fails, the next check tries again."""

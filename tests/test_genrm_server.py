@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"error": "will not"})
         while self.path == "/health" and told("hang"):
             time.sleep(0.05)
-        while self.path == "/v1/slow" and told("slow"):
+        while self.path == "/v1/slow" and (told("slow") or told(f"slow_{os.getpid()}")):
             time.sleep(0.05)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR")
@@ -478,6 +478,27 @@ def test_servers_that_share_no_gpu_start_together(four_on_two_gpus):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_server_whose_engine_hangs_behind_a_good_health_is_restarted(stand_in, capfd):
+    with running(settings(stand_in, num_servers=2, api_key="k")) as servers:
+        victim = told(servers, 1)["pids"][0]
+        (stand_in / f"slow_{victim}").touch()
+        statuses = []
+
+        def is_restarted():
+            url = f"http://{servers.router_address}/v1/slow"
+            statuses.append(request("GET", url, api_key="k", timeout=1.0)[0])
+            return servers.slots[1].restarts
+
+        until(is_restarted)
+        assert statuses.count(0) >= 3 and set(statuses) == {0, 200}
+        until(lambda: all(slot.joined for slot in servers.slots))
+        assert [slot.restarts for slot in servers.slots] == [0, 1]
+        assert told(servers, 1)["pids"][0] != victim
+        said = "server 1 hangs: its engine answers no requests (see the router's log); restarting"
+        assert said in capfd.readouterr().out and "hangs: 3 requests" in servers.router.log.read_text()
+
+
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     port, missed = free_port(), []
 
