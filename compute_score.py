@@ -466,10 +466,23 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
     return template.format(problem=problem, answer=answer, solution=solution)
 
 
+def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
+    """Return the content of the box with which a judge's reply ends, or None if there is no such box.
+
+    A box in the judge's thought is a draft, so only the text after the last `</think>` counts. A box that
+    does not begin within the last `num_chars` characters may be a quotation in a reply without a verdict.
+    """
+    _, _, reply = text.rpartition("</think>")
+    if "<think>" in reply:  # The thought is not closed.
+        return None
+    boxed = last_boxed_only_string(reply.rstrip()[-num_chars:])
+    return boxed and remove_boxed(boxed)
+
+
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
-    """Return the index in the last box (-1: no error found), or None if it is not a valid index."""
+    """Return the index in the final box (-1: no error found), or None if it is not a valid index."""
     try:
-        index = int(remove_boxed(last_boxed_only_string(text) or ""))
+        index = int(final_box(text) or "")
     except ValueError:
         return None
     if index < -1 or (num_paragraphs is not None and index >= num_paragraphs):
@@ -832,7 +845,7 @@ def compute_score_fapo_genrm(
     """Score one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique correctly says whether the solution is flawed (acc), else -1. R_outcome is
-    also -1 if the last 300 characters contain no index. R_process is -|pred - true| / total_steps if both the
+    also -1 if the critique does not end in an index (see parse_critique). R_process is -|pred - true| / total_steps if both the
     critique and the label say that the solution is flawed, else 0.
 
     Returns:
@@ -848,7 +861,7 @@ def compute_score_fapo_genrm(
         raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
     if not -1 <= truth < total_steps:
         raise ValueError(f"ground_truth: {truth} must be between -1 and {total_steps - 1} (total_steps - 1)")
-    pred = parse_critique(solution_str[-TAIL_CHARS:], total_steps)
+    pred = parse_critique(solution_str, total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed
     score = -1.0

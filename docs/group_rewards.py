@@ -66,8 +66,8 @@ async def listwise_judge(
 
 
 def read_marks(critique, answers):
-    """Parse each answer's mark from the critique's last box. Return {} unless all marks are from 0 to 1."""
-    box = fapo.last_boxed_only_string(critique) or ""
+    """Parse each answer's mark from the critique's final box. Return {} unless all marks are from 0 to 1."""
+    box = fapo.final_box(critique, fapo.TAIL_CHARS + 10 * len(answers)) or ""
     marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", box)
     if len(marks) != len(answers):
         return {}

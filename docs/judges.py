@@ -170,9 +170,9 @@ async def rubric(
 
 
 def read_marks(critique: str, count: int) -> dict[str, bool]:
-    """Parse {"met_1": True ...} from the critique's last box. Return {} unless it has `count` words."""
-    box = fapo.last_boxed_only_string(critique) or ""
-    words = re.findall(r"\b(?:yes|no)\b", box.lower().removeprefix("\\boxed"))
+    """Parse {"met_1": True ...} from the critique's final box. Return {} unless it has `count` words."""
+    box = fapo.final_box(critique) or ""
+    words = re.findall(r"\b(?:yes|no)\b", box.lower())
     if len(words) != count:
         return {}
     return {f"met_{number}": word == "yes" for number, word in enumerate(words, 1)}

@@ -530,12 +530,22 @@ def test_braces_in_a_solution_are_not_templates():
         ("\\boxed{__import__('os').getpid()}", None),
         ("\\boxed{1.0}", None),
         ("\\boxed{}", None),
-        ("\\boxed{1}" + "x" * 5000, 1),
+        ("\\boxed{1}" + "x" * 291 + "\n\n", 1),
+        ("\\boxed{1}" + "x" * 292, None),  # A box that is not near the end may be a quotation.
+        ("<think>\\boxed{0}</think>So \\boxed{1}", 1),
+        ("\\boxed{0}</think>So \\boxed{1}", 1),  # The chat template has written "<think>".
+        ("<think>First \\boxed{1}</think>I cannot decide.", None),  # A box in a thought is a draft.
+        ("<think>\\boxed{0}</think>\\boxed{1}<think>Or \\boxed{2}</think>", None),
+        ("<think>So \\boxed{1}", None),  # The thought is not closed.
         ("\\boxed{" + "9" * 10000 + "}", None),
     ],
 )
 def test_parse_critique(text, index):
+    """The same rule decides in training a judge (compute_score_fapo_genrm) and in asking it."""
     assert scores.parse_critique(text, 3) == index
+    assert scores.compute_score_fapo_genrm("x", text, 1, {"total_steps": 3})["pred"] == index
+    result = score_with(Judge(text))
+    assert (result["first_wrong"], result["genrm_status"]) == (index, "unparsable" if index is None else "ok")
 
 
 def test_parse_critique_without_a_bound():
@@ -646,6 +656,9 @@ def score_with(
         (500, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         ({"choices": []}, {}, None, None, "http_error"),
         ({"choices": [{"message": {"content": None}}]}, {}, None, None, "unparsable"),
+        # A thought is not a verdict, wherever the server puts it.
+        ({"choices": [{"message": {"content": "", "reasoning_content": "\\boxed{1}"}}]}, {}, None, None,
+         "unparsable"),
     ],
 )
 def test_fapo(critique, settings, score, flawed, status):

@@ -112,6 +112,7 @@ def test_a_listwise_judge_is_asked_once_for_a_group(serve):  # noqa: F811
 @pytest.mark.parametrize("said, status", [
     ("\\boxed{0.9, 0.1}", "unparsable"), ("\\boxed{9, 5, 0}", "unparsable"), ("no box", "unparsable"),
     ("\\boxed{0.5, -0.9, 0.1}", "unparsable"), (400, "http_error"),
+    ("<think>\\boxed{0.9, 0.5, 0.1}</think>I cannot decide.", "unparsable"),
 ])  # fmt: skip
 def test_a_listwise_judge_that_says_nothing_usable_gives_no_verdict(serve, said, status):  # noqa: F811
     server = serve(served(lambda prompt: said))

@@ -181,6 +181,13 @@ def test_a_checklist_is_graded(serve):  # noqa: F811
     server = serve(served(judge))
     for unclear in ("unknown, unknown, unknown", "yes, cannot tell, yes", "not applicable, yes, yes"):
         assert judges.read_marks(f"\\boxed{{{unclear}}}", 3) == {}
+    draft = "<think>\\boxed{yes, no, yes}</think>"
+    assert judges.read_marks(draft + "It depends.", 3) == {}
+    assert judges.read_marks(draft + "\\boxed{no, no, yes}", 3) == {
+        "met_1": False,
+        "met_2": False,
+        "met_3": True,
+    }
     responses = [f"{name}\n\n\\boxed{{2}}" for name in met] + [WRONG]
     results = ask(judges.rubric, responses, server.address, weight=0.6)
     assert [result["score"] for result in results] == pytest.approx([1.0, 0.8, 0.4, None, -1.0])
