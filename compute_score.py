@@ -27,6 +27,7 @@ import re
 import resource
 import signal
 import threading
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -276,10 +277,12 @@ _SCORES = {True: 1.0, False: -1.0, None: None}  # None: correctness is unknown
 
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
+    reward_model_tokenizer=None, turns=(), *,
+    verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
     """Score one solution by the answer in its last box. A GSM8K solution without a box may use "####".
 
     Args:
+        turns: the turns of a rollout function. The answer is then read only from the policy's turns.
         verifier: "rule" compares normal forms. "math_verify" lets the library math-verify compare values. The
             call then blocks, and acc is None if math-verify does not finish.
     Returns:
@@ -293,7 +296,7 @@ def compute_score(
     if not isinstance(ground_truth, (str, int, float)) or truth == "":
         raise ValueError(f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
                          "answer; pass a reward function that supports this data source")  # fmt: skip
-    answer = _find_answer(data_source, solution_str[-TAIL_CHARS:])
+    answer = _find_answer(data_source, policy_text(solution_str, turns)[-TAIL_CHARS:])
     if answer is None:
         pred, acc = "[INVALID]", False  # as in the original
     elif verifier == "math_verify":
@@ -319,9 +322,10 @@ def _find_answer(data_source, text):
 
 def compute_score_gsm8k(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, *, verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
+    reward_model_tokenizer=None, turns=(), *,
+    verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
     """Score one solution by the rule for GSM8K, regardless of `data_source`."""
-    return compute_score("gsm8k", solution_str, ground_truth, verifier=verifier)
+    return compute_score("gsm8k", solution_str, ground_truth, turns=turns, verifier=verifier)
 
 
 # math-verify limits its running time with signal.alarm, which works only in the main thread of a process.
@@ -438,15 +442,107 @@ def split_paragraphs(solution: str | list[str]) -> list[str]:
     return [paragraph.strip() for paragraph in solution.split("\n\n") if paragraph.strip()]
 
 
-def _break_frame(solution: str, template: str, paragraph: str) -> str:
-    """Replace the brackets of the prompt's headings and tags with parentheses in the solution.
+# In a near copy of a marker, these characters may stand between the letters.
+_BETWEEN = r"(?:[^\w()\[\]<>{}]|_)*+"
+_INVISIBLE = "\u200b"
+# Cyrillic and Greek letters, and the Latin letters that a reader takes them for.
+_LOOK_ALIKES = dict(
+    zip("авԁегһніјӏкмопрѕтухсαεηικνορτυϲɑɡı", "abderhhijlkmonpstyxcaenikvoptucagi", strict=True)
+)
+
+
+@functools.lru_cache(4096)
+def _fold(char):
+    """Return the ASCII letter, digit or bracket that looks like this character, else the character."""
+    if char.isascii():
+        return char
+    if unicodedata.category(char) in ("Cf", "Mn", "Me") or char in "\u115f\u1160\u2800\u3164":
+        return _INVISIBLE
+    plain = [part for part in unicodedata.normalize("NFKD", char) if not unicodedata.combining(part)]
+    if len(plain) == 1:
+        char = _LOOK_ALIKES.get(plain[0].lower(), plain[0])
+    name = unicodedata.name(char, "")
+    position = {"Ps": 0, "Pi": 0, "Pe": 1, "Pf": 1}.get(unicodedata.category(char))
+    if char.isascii() or position is None:
+        return char
+    for kind, brackets in (("PARENTHESIS", "()"), ("ANGLE", "<>"), ("BRACKET", "[]")):
+        if kind in name and "CURLY" not in name:
+            return brackets[position]
+    return char
+
+
+def _replace_brackets(text, pattern, brackets):
+    """Replace the brackets around each match. The pattern is compared with the folded text."""
+    folded = text if text.isascii() else "".join(map(_fold, text))
+    parts, place = [], 0
+    for found in pattern.finditer(folded):
+        start, end = found.span()
+        parts += text[place:start], brackets[0], text[start + 1 : end - 1], brackets[1]
+        place = end
+    return "".join(parts) + text[place:]
+
+
+@functools.lru_cache(64)
+def _frame_pattern(frame):
+    """Return a pattern for the headings and tags in `frame`, and for near copies of them."""
+    patterns = []
+    for marker in dict.fromkeys(re.findall(r"\[[^\[\]]+\]|<[^<>]+>", frame)):
+        parts = re.findall(r"\{index[^}]*\}|[^\W_]", "".join(map(_fold, marker)))
+        first, last = re.escape(marker[0]), re.escape(marker[-1])
+        if any(len(part) == 1 for part in parts):
+            parts = [part if len(part) == 1 else r"\d++" for part in parts]
+            patterns.append(rf"[\[<]{_BETWEEN}{_BETWEEN.join(parts)}{_BETWEEN}[\]>]")
+        elif parts:  # "2 < 4 > 3" is not a copy of <4>, except at the start of a line.
+            patterns.append(rf"{first}{_INVISIBLE}*\d+{_INVISIBLE}*{last}")
+            patterns.append(rf"(?m:^){first}[\s{_INVISIBLE}]*\d+[\s{_INVISIBLE}]*{last}")
+        else:
+            patterns.append(re.escape(marker))
+    return re.compile("|".join(patterns), re.IGNORECASE)
+
+
+def break_frame(solution: str, frame: str) -> str:
+    """Replace the brackets of a prompt's headings and tags (`frame` is its template) with parentheses.
 
     Otherwise a policy could learn to write `</paragraph_0>` or `[Ground Truth]` and pass off its own text as
-    part of the prompt. A solution without such markers is returned unchanged.
+    part of the prompt. Copies with other spaces, invisible characters or letters that look the same count as
+    well. A solution without such markers is returned unchanged.
     """
-    markers = re.findall(r"\[[^\[\]]+\]|<[^<>]+>", _TAGGED + _TAGS + template + paragraph)
-    pattern = "|".join(map(re.escape, markers)).replace(r"\{index\}", r"\d+")
-    return re.sub(pattern, lambda marker: f"({marker[0][1:-1]})", solution, flags=re.IGNORECASE)
+    return _replace_brackets(solution, _frame_pattern(frame), "()")
+
+
+@functools.lru_cache(64)
+def _author_pattern(authors):
+    names = "|".join(_BETWEEN.join(re.findall(r"[^\W_]", author)) for author in authors)
+    # A mark does not follow a word: f(user) is a call.
+    return re.compile(rf"(?<![^\W_])[(\[<]{_BETWEEN}(?:{names}){_BETWEEN}[)\]>]", re.IGNORECASE)
+
+
+def show_solution(solution_str: str, turns=()) -> str | list[str]:
+    """Return the solution as a judge sees it: the text, or "(AUTHOR) TEXT" for each turn of a trajectory.
+
+    No text can claim another author: "(tool)" in a text, or a near copy of it, becomes "{tool}". A response
+    of a single turn is a trajectory if a rollout function has sampled it. Only such turns have `tokens`.
+    """
+    authors = dict.fromkeys(["policy", "tool", "user", *(turn["who"] for turn in turns or ())])
+    pattern = _author_pattern(tuple(authors))
+    if not turns or len(turns) == 1 and turns[0].get("tokens") is None:
+        return _replace_brackets(solution_str, pattern, "{}")
+    shown = []
+    for turn in turns:
+        text = _replace_brackets(turn["text"], pattern, "{}")
+        shown.append(f"({turn['who']}) {text.strip()}")
+    return shown
+
+
+def policy_text(solution_str: str, turns=()) -> str:
+    """Return the part of a response that the policy wrote, in which the rule looks for the answer.
+
+    This is the whole response, unless a rollout function has added turns of tools and users. If such a turn
+    interrupts a box, the box contains only what the policy wrote.
+    """
+    if not turns:
+        return solution_str
+    return "\n\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
 
 
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
@@ -454,15 +550,16 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
     if prompt_style not in PROMPT_STYLES:
         raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
     template, paragraph = PROMPT_STYLES[prompt_style]
+    frame = _TAGGED + _TAGS + template + paragraph
     if paragraph:
         parts = []
         for index, text in enumerate(split_paragraphs(solution)):
-            parts.append(paragraph.format(index=index, text=_break_frame(text, template, paragraph)))
+            parts.append(paragraph.format(index=index, text=break_frame(text, frame)))
         solution = "".join(parts).rstrip("\n")
     else:
         if not isinstance(solution, str):
             solution = "\n\n".join(solution)
-        solution = _break_frame(solution, template, paragraph)
+        solution = break_frame(solution, frame)
     return template.format(problem=problem, answer=answer, solution=solution)
 
 
@@ -735,7 +832,7 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
 
 async def compute_score_discriminative(
     data_source, solution_str, ground_truth, extra_info=None, *, prompt, reward_router_address,
-    reward_model_tokenizer) -> dict:  # fmt: skip
+    reward_model_tokenizer, turns=()) -> dict:  # fmt: skip
     """Score a conversation by the logit that vLLM's /classify returns for a discriminative reward model.
 
     Args:
@@ -753,7 +850,7 @@ async def compute_score_discriminative(
     (score,) = reply["data"][0]["probs"]
     result = {"acc": None, "pred": None}
     if ground_truth != "":
-        result = compute_score(data_source, solution_str, ground_truth)
+        result = compute_score(data_source, solution_str, ground_truth, turns=turns)
     return result | {"score": score}
 
 
@@ -770,8 +867,8 @@ async def compute_score_fapo(
     and -1 if the answer is wrong.
 
     Args:
-        turns: the turns of a rollout function. If there are several turns, the judge reviews turns (each
-            with its author) instead of paragraphs, and first_wrong is the index of a turn.
+        turns: the turns of a rollout function. The judge then reviews turns (each with its author) instead
+            of paragraphs, and first_wrong is the index of a turn. The answer is read from the policy's turns.
         penalty: lambda; the paper's majority-guided default is 1.0 (appendix A). With None, the judge is
             optional and does not affect the score.
         on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores the
@@ -789,9 +886,10 @@ async def compute_score_fapo(
     """
     if on_no_verdict not in ("none", "rule"):
         raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
-    result = compute_score(data_source, solution_str, ground_truth)
+    rule = functools.partial(compute_score, data_source, solution_str, ground_truth, turns=turns)
+    result = rule()
     if verifier != "rule":  # math-verify blocks, and asyncio needs its default threads to resolve host names.
-        grade = functools.partial(compute_score, data_source, solution_str, ground_truth, verifier=verifier)
+        grade = functools.partial(rule, verifier=verifier)
         graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
         if graded["acc"] is not None or on_no_verdict == "none":
             result = graded
@@ -807,9 +905,7 @@ async def compute_score_fapo(
             raise ValueError("reward_router_address: no judge is running; pass --genrm or --router-address")
         if extra_info.get("question") is None:
             raise ValueError("extra_info['question'] is missing; the judge needs the problem's text")
-        solution = solution_str
-        if len(turns) > 1:  # A text cannot claim another author, because its paragraph names the author.
-            solution = [f"({turn['who']}) {turn['text'].strip()}" for turn in turns]
+        solution = show_solution(solution_str, turns)
         verdict = await judge_solution(
             extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
             model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
@@ -845,8 +941,8 @@ def compute_score_fapo_genrm(
     """Score one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique correctly says whether the solution is flawed (acc), else -1. R_outcome is
-    also -1 if the critique does not end in an index (see parse_critique). R_process is -|pred - true| / total_steps if both the
-    critique and the label say that the solution is flawed, else 0.
+    also -1 if the critique does not end in an index (see parse_critique). R_process is
+    -|pred - true| / total_steps if both the critique and the label say that the solution is flawed, else 0.
 
     Returns:
         A dict with score, acc, exact (whether the index is right) and gt (the label). If on_no_verdict is

@@ -27,6 +27,7 @@ RANKING = """Here are {count} solutions of one problem.
 
 Compare them: which reasons soundly, and how far does each one get? Give each a mark from 0 (worst) to 1
 (best). Put the marks, in the order of the solutions and separated by commas, in \\boxed{{}}."""
+SOLUTION = "[Solution {index}]\n\n{text}\n\n"
 
 
 async def listwise_judge(
@@ -46,7 +47,7 @@ async def listwise_judge(
     random.shuffle(answers)
     solutions = ""
     for number, text in enumerate(answers, 1):
-        solutions += f"[Solution {number}]\n\n{text}\n\n"
+        solutions += SOLUTION.format(index=number, text=fapo.break_frame(text, RANKING + SOLUTION))
     prompt = RANKING.format(
         count=len(answers),
         problem=extra_info["question"],

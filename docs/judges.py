@@ -44,7 +44,7 @@ def is_drawn(share: float, *about) -> bool:
 
 async def audited(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
-    step=0, *, share=0.05, second=None, **settings):  # fmt: skip
+    step=0, turns=(), *, share=0.05, second=None, **settings):  # fmt: skip
     """Score with FAPO, and let a second judge check a random sample of the answers that the first accepts.
 
     This detects reward hacking, because the policy learns to exploit what its judge misses. The second judge
@@ -56,6 +56,7 @@ async def audited(
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     is_wanted = is_drawn(share, step, extra_info.get("question"), solution_str)
+    settings["turns"] = turns
     result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
     result["audited"] = False
     if is_wanted and let_pass(result):
@@ -69,13 +70,14 @@ async def audited(
 
 async def two_judges(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
-    **settings):  # fmt: skip
+    turns=(), **settings):  # fmt: skip
     """Query a strict judge only on answers that a quick judge accepts: --genrm quick=PATH strict=PATH.
 
     A correct answer is sound if both judges accept it. `strict_asked` says whether the strict judge was
     queried.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
+    settings["turns"] = turns
     result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
     is_open = let_pass(result)
     if is_open:
@@ -84,7 +86,7 @@ async def two_judges(
 
 
 async def votes(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, *, k=3,
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=(), *, k=3,
     **settings):  # fmt: skip
     """Score with the verdict of more than half of k critiques. Without such a majority, there is no verdict.
 
@@ -95,6 +97,7 @@ async def votes(
     if settings.get("genrm_temperature") == 0:
         raise ValueError("genrm_temperature 0: all k critiques would be the same; pass 0.6")
     sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
+    settings["turns"] = turns
     first = await fapo.compute_score_fapo(*sample, **settings)
     if first["genrm_status"] == "skipped":
         return first
@@ -133,15 +136,15 @@ POINTS = (
 
 
 async def rubric(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, *, points=POINTS, weight=1.0,
-    max_tokens=fapo.GENRM_MAX_TOKENS, temperature=None):  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=(), *, points=POINTS,
+    weight=1.0, max_tokens=fapo.GENRM_MAX_TOKENS, temperature=None):  # fmt: skip
     """Score a correct answer with 1 minus `weight` times the fraction of a checklist that it misses.
 
     The points of the checklist come from the row's extra_info["rubric"] or else from `points`.
     `flawed_positive` is the missed fraction, from 0 (all points met) to 1. --advantage papo uses this
     fraction. The trainer averages `met_1`, `met_2` ... as metrics. Evaluations use only the outcome reward.
     """
-    result = fapo.compute_score(data_source, solution_str, ground_truth)
+    result = fapo.compute_score(data_source, solution_str, ground_truth, turns=turns)
     result |= {"flawed_positive": False, "genrm_status": "skipped"}
     if not result["acc"]:
         return result
@@ -151,8 +154,12 @@ async def rubric(
     listed = ""
     for number, point in enumerate(points, 1):
         listed += f"{number}. {point}\n"
+    solution = fapo.show_solution(solution_str, turns)
+    if not isinstance(solution, str):
+        solution = "\n\n".join(solution)
+    solution = fapo.break_frame(solution, CHECKLIST)
     prompt = CHECKLIST.format(
-        problem=extra_info["question"], solution=solution_str, points=listed, count=len(points)
+        problem=extra_info["question"], solution=solution, points=listed, count=len(points)
     )
     status, critique, _ = await fapo.chat(
         prompt, reward_router_address, max_tokens=max_tokens, temperature=temperature

@@ -12,9 +12,11 @@ import re
 import compute_score as rules
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_share=0.2) -> dict:
+def compute_score(
+    data_source, solution_str, ground_truth, extra_info=None, turns=(), *, format_share=0.2) -> dict:  # fmt: skip
     """Return the outcome reward (+1 or -1), plus `format_share` if the last box contains a number."""
-    result = rules.compute_score(data_source, solution_str, ground_truth, extra_info)
-    box = rules.last_boxed_only_string(solution_str[-rules.TAIL_CHARS :]) or ""
+    result = rules.compute_score(data_source, solution_str, ground_truth, turns=turns)
+    tail = rules.policy_text(solution_str, turns)[-rules.TAIL_CHARS :]
+    box = rules.last_boxed_only_string(tail) or ""
     boxed = bool(re.fullmatch(r"\\boxed\{\s*\$?-?\d[\d,]*(\.\d+)?\s*\}", box))
     return result | {"score": result["score"] + format_share * boxed, "boxed": boxed}

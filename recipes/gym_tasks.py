@@ -117,8 +117,15 @@ def find_answer(text: str) -> str | None:
     return None
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
-    """Score the final answer with the task's own verifier, which may give partial credit.
+def policy_text(solution_str, turns=()):
+    """Return the part of a response that the policy wrote. Without a rollout function, `turns` is empty."""
+    if not turns:
+        return solution_str
+    return "\n\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, turns=()) -> dict:
+    """Score the policy's final answer with the task's own verifier, which may give partial credit.
 
     Returns:
         A dict. `score` is between 0 and 1, and 0 if there is no answer in a box or in answer tags. `acc` says
@@ -135,7 +142,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
             f"row {extra_info['index']} of {extra_info['task']} differs from what the installed version of "
             "reasoning-gym generates; run prepare_data.py again"
         )
-    answer = find_answer(solution_str)
+    answer = find_answer(policy_text(solution_str, turns))
     score = 0.0
     unreadable = False
     if answer is not None:
@@ -148,14 +155,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info) -> dict:
     return {"score": score, "acc": score == 1.0, "pred": answer or "[INVALID]", "unreadable": unreadable}
 
 
-def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, number=0.3, box=0.1) -> dict:
+def compute_score_shaped(
+    data_source, solution_str, ground_truth, extra_info, turns=(), number=0.3, box=0.1) -> dict:  # fmt: skip
     """Score like `compute_score`, but give at least `box` for a box, and `number` for a correct last number.
 
     This reward suits a model that often answers correctly but rarely uses a box. With `compute_score`, all
     answers of most groups would score 0.
     """
-    result = compute_score(data_source, solution_str, ground_truth, extra_info)
-    numbers = re.findall(r"-?[0-9]+", solution_str)
+    result = compute_score(data_source, solution_str, ground_truth, extra_info, turns)
+    numbers = re.findall(r"-?[0-9]+", policy_text(solution_str, turns))
     least = 0.0
     if result["pred"] != "[INVALID]":
         least = box
@@ -168,7 +176,7 @@ def compute_score_shaped(data_source, solution_str, ground_truth, extra_info, nu
 async def second_attempt(trajectory, data_source, ground_truth, extra_info):
     """Let the policy answer again unless the first answer gets the full score.
 
-    The second answer then counts, because the reward function uses the last box of the whole text.
+    The second answer then counts, because the reward functions use the last answer of the policy's turns.
     """
     answer = await trajectory.generate()
     first = compute_score(data_source, answer, ground_truth, extra_info)
@@ -177,6 +185,6 @@ async def second_attempt(trajectory, data_source, ground_truth, extra_info):
         return
     feedback = f"The verifier gives this answer {first['score']:.2f} of 1."
     if first["pred"] == "[INVALID]":
-        feedback = "There is no answer in a \\boxed{}."
+        feedback = "There is no answer in a box."
     trajectory.reply(f"{feedback} Please answer again.", role="user")
     await trajectory.generate()

@@ -88,6 +88,21 @@ def test_the_tasks_own_verifier_scores(sums, text, score):
     assert result["unreadable"] is False
 
 
+def test_feedback_cannot_hide_the_policys_answer(sums):
+    """The policy answers in tags, and a box in the text between its attempts is not its answer."""
+    turns = [
+        {"who": "policy", "text": "It is 5."},
+        {"who": "user", "text": "There is no answer in a \\boxed{}. The number was 6."},
+        {"who": "policy", "text": "<answer>-4</answer>"},
+    ]
+    text = "".join(turn["text"] for turn in turns)
+    about = ("x", text, "-4", sums[0]["extra_info"])
+    assert tasks.compute_score(*about, turns=turns)["score"] == 1.0
+    turns[2]["text"] = "Yes."
+    shaped = tasks.compute_score_shaped(*about, turns=turns)
+    assert (shaped["score"], shaped["pred"], shaped["last_is_right"]) == (0.0, "[INVALID]", False)
+
+
 def test_an_answer_that_the_verifier_cannot_read_scores_zero_and_is_counted():
     row = tasks.make_rows("prime_factorization", {"seed": 1, "size": 20})["train"][0]
     assert scored(row, "\\boxed{two times three}") == {

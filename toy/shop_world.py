@@ -142,7 +142,7 @@ def compute_score_fapo_oracle(
     A wrong answer scores -1. A correct answer scores 1 if it is grounded, and 1 - penalty otherwise. Each
     look-up costs `call_cost`.
     """
-    result = scores.compute_score(data_source, solution_str, ground_truth)
+    result = scores.compute_score(data_source, solution_str, ground_truth, turns=turns)
     problem = parse_problem(extra_info["question"], extra_info["prices"])
     first_wrong, flaw = first_flaw(problem, turns)
     flawed = result["acc"] and first_wrong != -1

@@ -32,7 +32,7 @@ def compute_score(
     data_source, solution_str, ground_truth, extra_info, turns, penalty=1.0, call_cost=0.03
 ) -> dict:
     """Score the answer, minus the cost of its look-ups, minus `penalty` if it is correct but not grounded."""
-    result = scores.compute_score(data_source, solution_str, ground_truth)
+    result = scores.compute_score(data_source, solution_str, ground_truth, turns=turns)
     calls = sum(turn["who"] == "tool" for turn in turns)
     ungrounded = result["acc"] and not is_grounded(turns, extra_info["question"])
     seen = shop_world.compute_score_outcome(data_source, solution_str, ground_truth, extra_info, turns)
