@@ -43,6 +43,13 @@ PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{wh
 CHOICES = "{}\nA. {}\nB. {}\nC. {}\nD. {}"
 QUESTION = "problem|Problem|prompt|question|Question"  # column names in the data sets
 ANSWER = "answer|Answer|expected_answer|final_answer"
+# What data sets write instead of an answer ("proof" and "notfound" in NuminaMath). A policy that boxes such a
+# word must not be rewarded. "No solution" is an answer.
+NO_ANSWER = re.compile(
+    r"(?:proof|see (?:the )?(?:proof|solution|figure)|not[ _-]?(?:found|available|applicable|given)|n/a"
+    r"|none|null|nan|unknown|no[ _-]?answer(?:[ _-]?(?:found|extracted))?|-+|\?+)\.?",
+    re.IGNORECASE,
+)
 
 # --- 2. Row schema and files --------------------------------------------------------------------------------
 TEXT = pa.string()
@@ -171,8 +178,17 @@ def _final_answer(raw, columns):
     return column, answer
 
 
-def build_math(raw: dict, source: "Source", seed: int) -> dict:
-    """Build a row from a raw row with a problem and its final answer, in any of several columns."""
+def stands_for_none(answer: str) -> bool:
+    """Return whether the answer is a word for "there is no answer", perhaps in a box or brackets."""
+    bare = re.sub(r"\\(?:boxed|text|mathrm)|[\\{}$<>()\[\]]", "", answer).strip()
+    return bool(NO_ANSWER.fullmatch(bare))
+
+
+def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
+    """Build a row from a raw row with a problem and its final answer, in any of several columns.
+
+    Returns None if the answer says that there is none.
+    """
     question = _pick(raw, QUESTION)
     column, answer = _final_answer(raw, source.answer)
     if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".
@@ -182,6 +198,8 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict:
         answer = answer.strip().replace(",", "")
         if not answer:
             raise ValueError(f"column {column!r} ends in '####'; it must end in '#### ANSWER'")
+    if stands_for_none(answer):
+        return None
     if source.data_source.startswith("aime"):  # integers from 0 to 999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
             raise ValueError(f"column {column!r} is {answer[:80]!r}; it must be an integer between 0 and 999")
@@ -257,7 +275,7 @@ class Source(NamedTuple):  # An output file and the source of its rows.
     repo: str  # on the Hugging Face hub
     files: str  # glob pattern of the files on the hub
     answer: str = ANSWER  # answer columns of the Hub and of common copies, to try in this order
-    build: object = build_math  # raw row -> row
+    build: object = build_math  # raw row -> row, or None to leave it out
 
 
 SOURCES = [
@@ -349,6 +367,7 @@ def add_answers(raw_rows: list[dict]) -> None:
 def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
     """Build and validate the rows of one data set. Raises ValueError."""
     rows = []
+    left_out = []
     for path in files:
         raw_rows = read_rows(path)
         if source.task == "processbench":
@@ -359,9 +378,17 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
                 row = source.build(raw, source, seed)
             except (ValueError, TypeError, AttributeError, LookupError) as error:
                 raise ValueError(f"{where}: {error}") from error
+            if row is None:
+                left_out.append(where)
+                continue
             row["extra_info"]["index"] = len(rows)
             validate_row(row, where)
             rows.append(row)
+    if left_out:
+        print(f"{source.data_source} {source.split}: left out {len(left_out)} rows whose answer is a word "
+              f'for "no answer", such as "proof" (the first: {left_out[0]})')  # fmt: skip
+    if not rows:
+        raise ValueError(f"{left_out[0]}: this row and all others have no answer; add a column 'answer'")
     return rows
 
 

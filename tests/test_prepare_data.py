@@ -442,6 +442,22 @@ def test_a_truth_that_is_not_one_answer_is_named(tmp_path, columns, message):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_rows_whose_answer_says_that_there_is_none_are_left_out(tmp_path, capsys):
+    words = ["proof", "Proof.", "notfound", "not found", "N/A", "n/a", "\\text{None}", "no_answer_extracted", "?"]
+    answers = ["2", *words, "\\text{no solution}", "-1", "Na"]
+    write_jsonl(tmp_path / "math-dapo.jsonl", [{"problem": "1+1?", "answer": answer} for answer in answers])
+    prepare(Config(tasks=["dapo"], source_dir=tmp_path, out_dir=tmp_path / "out"))
+    rows = pq.read_table(tmp_path / "out" / "math-dapo_train.parquet").to_pylist()
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert truths == ["2", "\\text{no solution}", "-1", "Na"]
+    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2, 3]
+    first = f"the first: {tmp_path}/math-dapo.jsonl, row 1)"
+    assert f"left out {len(words)} rows" in (said := capsys.readouterr().out) and first in said
+    write_jsonl(tmp_path / "math-dapo.jsonl", [{"problem": "1+1?", "answer": "proof"}])
+    with pytest.raises(ValueError, match="row 0: this row and all others have no answer"):
+        prepare(Config(tasks=["dapo"], source_dir=tmp_path, out_dir=tmp_path / "none"))
+
+
 def test_nothing_after_the_mark_of_gsm8k_is_no_answer(tmp_path):
     write_jsonl(tmp_path / "gsm8k.jsonl", [{"question": "1+1?", "answer": "It is two. #### "}])
     with pytest.raises(ValueError, match="row 0: column 'answer' ends in '####'; it must end in '#### A"):
