@@ -14,10 +14,12 @@ a number: if the judge is down or its critique is unusable, the sample gets `sco
 Not covered: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
+import ast
 import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import logging
 import math
 import multiprocessing
@@ -275,6 +277,79 @@ def is_equal(answer: str, truth: str) -> bool:
 _SCORES = {True: 1.0, False: -1.0, None: None}  # None: correctness is unknown
 
 
+def single_answer(ground_truth, data_source="") -> str:
+    """Return a ground truth as text. A list of one text (as JSON or as Python prints it, too) is this text.
+
+    Raises:
+        ValueError: The ground truth is empty, or it is several answers or an object, such as test cases.
+    """
+    found = ground_truth
+    if hasattr(found, "tolist"):  # NumPy's arrays and numbers
+        found = found.tolist()
+    if isinstance(found, (list, tuple)) and len(found) == 1 and isinstance(found[0], str):
+        found = found[0]
+    answer = None
+    if isinstance(found, (str, int, float)) and found == found:  # NaN does not equal itself.
+        answer = _answer_in(str(found).strip())
+    if not answer:
+        raise ValueError(f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
+                         "answer; pass a reward function that supports this data source")  # fmt: skip
+    return answer
+
+
+@functools.lru_cache(4096)
+def _answer_in(text):
+    """Return the text, the only text in a list like '["4"]', or None for other lists of texts and objects."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return text  # no list, but an answer such as [a, b)
+    if not isinstance(value, (list, dict)) or _is_numeric(value):
+        return text  # an interval, a matrix or a set
+    several = re.search(r"""['"]\s+['"]""", text)  # NumPy prints ['4' '5'], which Python would join.
+    if isinstance(value, dict) or several or len(value) != 1 or not isinstance(value[0], str):
+        return None
+    if re.search(r"[\x00-\x1f]", value[0]):  # In ["\frac12"], one backslash is missing.
+        return None
+    return _answer_in(value[0].strip())
+
+
+def _is_numeric(value):
+    """Return whether a nonempty list contains only numbers, and lists of numbers."""
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(map(_is_numeric, value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def question_of(extra_info: dict | None) -> str:
+    """Return the text of the problem, which a judge needs. Raises ValueError if it is missing or empty."""
+    question = (extra_info or {}).get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"extra_info['question'] is {question!r:.60}; the judge needs the problem's text")
+    return question
+
+
+# A reward function's `check_row` is called for each row before a run starts. `settings` are the arguments of
+# the reward function that are the same for all rows.
+def check_answer(row: dict, settings: dict) -> None:
+    """Raise ValueError if the ground truth of a row is not a single answer."""
+    single_answer(row["reward_model"]["ground_truth"], row["data_source"])
+
+
+def check_judged(row: dict, settings: dict) -> None:
+    """Raise ValueError if the ground truth is not a single answer, or if the judge lacks the problem."""
+    check_answer(row, settings)
+    extra_info = row.get("extra_info") or {}
+    is_test = extra_info.get("split") == "test"
+    if settings.get("reward_router_address") and (settings.get("judge_test") or not is_test):
+        question_of(extra_info)
+
+
 def compute_score(
     data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
     reward_model_tokenizer=None, turns=(), *,
@@ -288,14 +363,12 @@ def compute_score(
     Returns:
         A dict with score (+1, -1 or None), acc (whether the answer is correct) and pred (the answer).
     Raises:
-        ValueError: The verifier is unknown, or the ground truth is not a single answer.
+        ValueError: The verifier is unknown, the response is not a text, or the ground truth is not a single
+            answer.
     """
     if verifier not in ("rule", "math_verify"):
         raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
-    truth = str(ground_truth).strip()
-    if not isinstance(ground_truth, (str, int, float)) or truth == "":
-        raise ValueError(f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
-                         "answer; pass a reward function that supports this data source")  # fmt: skip
+    truth = single_answer(ground_truth, data_source)
     answer = _find_answer(data_source, policy_text(solution_str, turns)[-TAIL_CHARS:])
     if answer is None:
         pred, acc = "[INVALID]", False  # as in the original
@@ -326,6 +399,9 @@ def compute_score_gsm8k(
     verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
     """Score one solution by the rule for GSM8K, regardless of `data_source`."""
     return compute_score("gsm8k", solution_str, ground_truth, turns=turns, verifier=verifier)
+
+
+compute_score.check_row = compute_score_gsm8k.check_row = check_answer
 
 
 # math-verify limits its running time with signal.alarm, which works only in the main thread of a process.
@@ -538,8 +614,13 @@ def policy_text(solution_str: str, turns=()) -> str:
     """Return the part of a response that the policy wrote, in which the rule looks for the answer.
 
     This is the whole response, unless a rollout function has added turns of tools and users. If such a turn
-    interrupts a box, the box contains only what the policy wrote.
+    interrupts a box, the box contains only what the policy wrote. Raises ValueError if the response is not a
+    text, such as a list of messages: a membership test in a list would find no box.
     """
+    for text in (solution_str, *(turn["text"] for turn in turns or ())):
+        if not isinstance(text, str):
+            raise ValueError(f"solution_str (column `response`): {text!r:.80} is not a text; write one row "
+                             "with one text per response")  # fmt: skip
     if not turns:
         return solution_str
     return "\n\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
@@ -843,6 +924,7 @@ async def compute_score_discriminative(
         aiohttp.ClientError: The server failed.
         ValueError: The model has more than one label.
     """
+    policy_text(solution_str, turns)  # This raises ValueError if the response is not a text.
     messages = [*prompt, {"role": "assistant", "content": solution_str}]
     text = reward_model_tokenizer.apply_chat_template(messages, tokenize=False)
     body = {"input": text, "add_special_tokens": False, "use_activation": False}
@@ -903,11 +985,9 @@ async def compute_score_fapo(
     if is_asked:
         if reward_router_address is None:
             raise ValueError("reward_router_address: no judge is running; pass --genrm or --router-address")
-        if extra_info.get("question") is None:
-            raise ValueError("extra_info['question'] is missing; the judge needs the problem's text")
-        solution = show_solution(solution_str, turns)
+        question, truth = question_of(extra_info), single_answer(ground_truth, data_source)
         verdict = await judge_solution(
-            extra_info["question"], str(ground_truth), solution, reward_router_address, prompt_style,
+            question, truth, show_solution(solution_str, turns), reward_router_address, prompt_style,
             model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
             timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs)  # fmt: skip
     first_wrong = verdict["first_wrong"]
@@ -932,6 +1012,7 @@ async def compute_score_baseline(*sample, **settings) -> dict:
 
 # Callers check arguments against this signature before the run starts.
 compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
+compute_score_fapo.check_row = compute_score_baseline.check_row = check_judged
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) -----------------------------------
@@ -951,13 +1032,8 @@ def compute_score_fapo_genrm(
     Raises:
         ValueError: ground_truth or extra_info["total_steps"] is missing or out of range.
     """
-    try:
-        truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
-    if not -1 <= truth < total_steps:
-        raise ValueError(f"ground_truth: {truth} must be between -1 and {total_steps - 1} (total_steps - 1)")
-    pred = parse_critique(solution_str, total_steps)
+    truth, total_steps = _read_label(ground_truth, extra_info)
+    pred = parse_critique(policy_text(solution_str), total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed
     score = -1.0
@@ -972,3 +1048,22 @@ def compute_score_fapo_genrm(
             "sound_kept": None if flawed else acc,
         }
     return result
+
+
+def _read_label(ground_truth, extra_info):
+    """Return the index of the first wrong paragraph and the number of paragraphs of a judge row."""
+    try:
+        truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
+    if not -1 <= truth < total_steps:
+        raise ValueError(f"ground_truth: {truth} must be between -1 and {total_steps - 1} (total_steps - 1)")
+    return truth, total_steps
+
+
+def check_label(row: dict, settings: dict) -> None:
+    """Raise ValueError if the label of a judge row is missing or out of range."""
+    _read_label(row["reward_model"]["ground_truth"], row.get("extra_info"))
+
+
+compute_score_fapo_genrm.check_row = check_label

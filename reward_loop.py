@@ -44,6 +44,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
@@ -251,6 +252,17 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         timeout=options.timeout,
         files=files,
     )
+
+
+def row_checker(job: Job):
+    """Return the check of rows that the function has as its attribute `check_row`. It raises ValueError."""
+    file = job.function.rpartition(":")[0]
+    with modules_of_the_user(Path(file).parent):
+        function = load_function(job.function)
+    check = getattr(function, "check_row", None)
+    if check is None:
+        return lambda row: None
+    return lambda row: check(row, job.kwargs)
 
 
 @dataclasses.dataclass(eq=False)

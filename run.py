@@ -151,8 +151,9 @@ class Run:
         if isinstance(train_files, str):
             train_files = (train_files,)
         self.train_rows = []
+        check_row = reward_loop.row_checker(config.check_rewards())
         for file in train_files:
-            self.train_rows += load_rows(file, self.tokenizer, config)
+            self.train_rows += load_rows(file, self.tokenizer, config, check_row)
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
                 f"--lr-warmup-steps {config.lr_warmup_steps}: exceeds --total-steps {config.total_steps}, so "
@@ -164,7 +165,7 @@ class Run:
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
-            rows = load_rows(path, self.tokenizer, config)
+            rows = load_rows(path, self.tokenizer, config, check_row)
             n = int(n or config.val_n)
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
@@ -494,14 +495,15 @@ class Run:
         self.log.rewind(self.saved_step)
 
 
-def load_rows(path: str, tokenizer, config) -> list[dict]:
-    """Read the rows of a file and add `prompt_ids`. A ValueError names the file and the row."""
+def load_rows(path: str, tokenizer, config, check_row=lambda row: None) -> list[dict]:
+    """Read and check the rows of a file and add `prompt_ids`. A ValueError names the file and the row."""
     options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
     for number, row in enumerate(rows):
         try:
             row = checked_row(row)
+            check_row(row)
             ids = prompt_ids_of(row["prompt"], tokenizer, options)
         except ValueError as error:
             raise ValueError(f"{path}, row {number}: {error}") from error

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 import compute_score
 from prepare_data import read_rows
-from reward_loop import STATUSES, RewardOptions, by_group, named, start_rewards
+from reward_loop import STATUSES, RewardOptions, by_group, named, row_checker, start_rewards
 from run_folder import averages, no_verdict_rate, one_line_errors, read_lines
 from settings import parse_command_line
 
@@ -159,7 +159,12 @@ def run(config: Config):
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
 
-    for row in rows:
+    check_row = row_checker(job)
+    for number, row in enumerate(rows):
+        try:
+            check_row(row)
+        except ValueError as error:
+            raise ValueError(f"--data {config.data}, row {number}: {error}") from error
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
             raise ValueError(f"--data {config.data}: the result would overwrite the column {min(theirs)!r}; "

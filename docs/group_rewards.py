@@ -50,7 +50,7 @@ async def listwise_judge(
         solutions += SOLUTION.format(index=number, text=fapo.break_frame(text, RANKING + SOLUTION))
     prompt = RANKING.format(
         count=len(answers),
-        problem=extra_info["question"],
+        problem=fapo.question_of(extra_info),
         solutions=solutions.removesuffix("\n\n"),
     )
     status, critique, _ = await fapo.chat(prompt, reward_router_address, max_tokens=max_tokens)

@@ -159,7 +159,7 @@ async def rubric(
         solution = "\n\n".join(solution)
     solution = fapo.break_frame(solution, CHECKLIST)
     prompt = CHECKLIST.format(
-        problem=extra_info["question"], solution=solution, points=listed, count=len(points)
+        problem=fapo.question_of(extra_info), solution=solution, points=listed, count=len(points)
     )
     status, critique, _ = await fapo.chat(
         prompt, reward_router_address, max_tokens=max_tokens, temperature=temperature
@@ -174,6 +174,10 @@ async def rubric(
         return result | {"score": None, "flawed_positive": None}
     missed = 1 - sum(met.values()) / len(met)
     return result | {"score": result["score"] - weight * missed, "flawed_positive": missed}
+
+
+for _function in (audited, two_judges, votes, rubric):
+    _function.check_row = fapo.check_judged
 
 
 def read_marks(critique: str, count: int) -> dict[str, bool]:

@@ -20,3 +20,6 @@ def compute_score(
     box = rules.last_boxed_only_string(tail) or ""
     boxed = bool(re.fullmatch(r"\\boxed\{\s*\$?-?\d[\d,]*(\.\d+)?\s*\}", box))
     return result | {"score": result["score"] + format_share * boxed, "boxed": boxed}
+
+
+compute_score.check_row = rules.check_answer

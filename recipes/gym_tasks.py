@@ -119,6 +119,8 @@ def find_answer(text: str) -> str | None:
 
 def policy_text(solution_str, turns=()):
     """Return the part of a response that the policy wrote. Without a rollout function, `turns` is empty."""
+    if not isinstance(solution_str, str):
+        raise ValueError(f"solution_str (column `response`): {solution_str!r:.80} is not a text")
     if not turns:
         return solution_str
     return "\n\n".join(turn["text"] for turn in turns if turn["who"] == "policy")

@@ -148,7 +148,7 @@ FUNCTIONS = [
 def call(function, **keywords) -> dict:
     extra_info = EXTRA | {"total_steps": 3, "step": 7}
     sample = {"data_source": "x", "solution_str": "\\boxed{1}", "ground_truth": 2, "extra_info": extra_info}
-    result = function(**sample, **keywords)
+    result = function(**sample | keywords)
     return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
 
@@ -337,10 +337,62 @@ def test_a_change_of_meaning_is_wrong_and_a_spelling_right(answer, truth, equal)
     assert scores.is_equal(answer, truth) is equal
 
 
-@pytest.mark.parametrize("truth", ["", " ", None, [], ["1", "2"], {"answer": "1"}])
+NO_ANSWERS = ["", " ", None, [], ["1", "2"], {"answer": "1"}, float("nan")]
+# The same as text: several answers, objects, and lists whose quotes or backslashes are missing.
+NO_ANSWERS += ['["1", "2"]', "[]", "{}", "[null]", "{'a': 1}", '[{"input": "1"}]', "['1' '2']", '["\\frac12"]']
+NO_ANSWERS += ['{"inputs": ["1\\n"], "outputs": ["2\\n"]}', '{"inputs": ["1\n"]}', '[["1"]]']
+
+
+@pytest.mark.parametrize("truth", NO_ANSWERS)
 def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
     with pytest.raises(ValueError, match="ground_truth: .*x.* is not a single answer"):
         scores.compute_score("x", "\\boxed{1}", truth)
+    row = {"data_source": "x", "reward_model": {"ground_truth": truth}}
+    for function in (scores.compute_score, scores.compute_score_gsm8k, scores.compute_score_fapo):
+        with pytest.raises(ValueError, match="is not a single answer"):
+            function.check_row(row, {})
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ('["4"]', "4"),
+        ("['70']", "70"),
+        ('[ "\\\\frac{1}{2}" ]', "\\frac{1}{2}"),
+        ('["\\sqrt{2}"]', "\\sqrt{2}"),  # not valid JSON, but as clear
+        (["4"], "4"),
+        (("4",), "4"),
+        (numpy.array(["4"]), "4"),
+        (numpy.int64(4), "4"),
+        ('["[1, 2]"]', "[1, 2]"),
+        *[(text, text) for text in ("[1, 2]", "[0, 1)", "(3, 4)", "\\{1, 2\\}", "{1, 2}", "[(1, 2)]")],
+        *[(text, text) for text in ("[[1, 2], [3, 4]]", "[a, b]", "[0, \\infty)", "[4]")],
+    ],
+)
+def test_a_list_of_one_answer_is_this_answer_and_an_interval_stays(truth, answer):
+    assert scores.compute_score("x", f"\\boxed{{{answer}}}", truth)["acc"] is True
+    assert scores.compute_score("x", "\\boxed{17}", truth)["acc"] is False
+    judge = Judge("\\boxed{-1}")
+    rightly = f"So \\boxed{{{answer}}}"
+
+    async def main():
+        async with judge.running():
+            return await scores.compute_score_fapo("x", rightly, truth, EXTRA, judge.address)
+
+    assert asyncio.run(main())["score"] == 1.0
+    assert f"[Ground Truth]\n\n{answer}\n\n" in judge.requests[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("response", [["\\boxed{2}"], [{"role": "assistant", "content": "\\boxed{2}"}], None, 2])
+def test_a_response_that_is_not_a_text_is_an_error_and_not_a_wrong_answer(response):
+    """A list of texts contains "\\boxed{" only if one of them equals it, so no answer would ever be found."""
+    for name in FUNCTIONS:
+        with pytest.raises(ValueError, match="solution_str .column `response`.: .* is not a text"):
+            call(getattr(scores, name), solution_str=response)
+    with pytest.raises(ValueError, match="is not a text"):
+        classify("", [0.5], response)
+    with pytest.raises(ValueError, match="is not a text"):
+        scores.compute_score("x", "", "2", turns=[{"who": "policy", "text": response}])
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test_400.jsonl", "gsm8k_train_100.jsonl"])
@@ -899,8 +951,21 @@ def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, 
 def test_fapo_says_what_is_missing():
     with pytest.raises(ValueError, match="reward_router_address: no judge is running"):
         asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))
-    with pytest.raises(ValueError, match="question"):
-        score_with(Judge("\\boxed{-1}"), extra_info={"split": "train"})
+    for question in ({}, {"question": ""}, {"question": " \n"}, {"question": float("nan")}, {"question": ["?"]}):
+        judge = Judge("\\boxed{-1}")
+        row = {"data_source": "x", "reward_model": {"ground_truth": "1"}, "extra_info": question}
+        has_judge = {"reward_router_address": "h:1"}
+        with pytest.raises(ValueError, match="extra_info.'question'. is .*the judge needs the problem's text"):
+            score_with(judge, extra_info=question)
+        assert not judge.requests
+        with pytest.raises(ValueError, match="extra_info.'question'. is"):
+            scores.compute_score_fapo.check_row(row, has_judge)
+        # Only rows that the judge reads need a problem.
+        scores.compute_score_baseline.check_row(row, {})
+        row["extra_info"] = question | {"split": "test"}
+        scores.compute_score_fapo.check_row(row, has_judge)
+        with pytest.raises(ValueError, match="extra_info.'question'. is"):
+            scores.compute_score_fapo.check_row(row, has_judge | {"judge_test": True})
     with pytest.raises(ValueError, match="on_no_verdict: 'maybe'"):
         score_with(Judge("\\boxed{-1}"), on_no_verdict="maybe")
 
@@ -1495,8 +1560,13 @@ def test_verl_takes_means_of_the_scores_of_critiques():
     ("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})]
 )
 def test_genrm_score_needs_its_numbers(truth, extra_info):
-    with pytest.raises(ValueError, match="ground_truth"):
-        scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info)
+    row = {"reward_model": {"ground_truth": truth}, "extra_info": extra_info}
+    for call in (
+        lambda: scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info),
+        lambda: scores.compute_score_fapo_genrm.check_row(row, {}),
+    ):
+        with pytest.raises(ValueError, match="ground_truth"):
+            call()
 
 
 # --- math-verify --------------------------------------------------------------------------------------------

@@ -44,6 +44,30 @@ def test_rows_of_several_training_files_follow_each_other(tmp_path, model, token
         prepared(tmp_path, model, tokenizer, train_file=(files[0], "nowhere.parquet"))
 
 
+def test_a_row_that_the_reward_function_cannot_score_is_named_before_the_run(tmp_path, model, tokenizer):
+    """A function checks rows with its attribute `check_row`. Only a judge needs the text of the problem."""
+    row = toy_world.policy_row(toy_world.random_problem(random.Random(1), toy_world.REMAINDER), "toy", "train", 0)
+    truth = row | {"reward_model": {"ground_truth": '["1", "2"]'}}
+    question = row | {"extra_info": row["extra_info"] | {"question": ""}}
+    for name, bad in (("truth", truth), ("question", question)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(bad))
+    toy = "toy/toy_world.py:compute_score_"
+    judge = {"router_address": ("h:1",)}
+    for name, changes, message in (
+        ("truth", {"reward_fn": toy + "fapo_oracle"}, "row 1: ground_truth: .* is not a single answer"),
+        ("truth", {"reward_fn": "compute_score.py:compute_score"}, "row 1: ground_truth: .* is not a single"),
+        ("question", {"reward_fn": toy + "fapo", **judge}, "row 1: extra_info.'question'. is ''; the judge"),
+        ("question", {"reward_fn": toy + "baseline"}, ""),
+        ("truth", {}, ""),  # The tests' own function has no such attribute.
+    ):
+        changes["train_file"] = f"{tmp_path}/{name}.jsonl"
+        if not message:
+            prepared(tmp_path, model, tokenizer, **changes).lock.close()
+            continue
+        with pytest.raises(ValueError, match=f"^{tmp_path}/{name}.jsonl, {message}"):
+            prepared(tmp_path, model, tokenizer, **changes)
+
+
 def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys):
     file = train_file_of(tmp_path, "a.parquet", range(4))
     for size, said in ((4, 0), (5, 1)):

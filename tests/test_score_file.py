@@ -42,6 +42,10 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     (tmp_path / "broken.jsonl").write_text("{}\n{\n")
     no_truth = row | {"response": "r", "reward_model": {"ground_truth": None}}
     write_jsonl(tmp_path / "no_truth.jsonl", [no_truth])
+    asked = {"reward_fn": f"{ROOT}/compute_score.py:compute_score_fapo", "router_address": ("h:1",)}
+    tests = row | {"response": "r", "reward_model": {"ground_truth": '{"inputs": []}'}}
+    write_jsonl(tmp_path / "tests.jsonl", [row | {"response": "r"}, tests])
+    write_jsonl(tmp_path / "question.jsonl", [row | {"response": "r", "extra_info": {"question": " "}}])
     (tmp_path / "fake.parquet").write_text("PAR?")
     write_jsonl(tmp_path / "status.jsonl", [sample("one"), sample("one", status="reviewed")])
     out = tmp_path / "out.jsonl"
@@ -50,6 +54,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: the column 'response' is missing"),
         (dict(data=tmp_path / "broken.jsonl", out=out), "line 2"),
         (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}"),
+        (dict(data=tmp_path / "tests.jsonl", out=out), "tests.jsonl, row 1: ground_truth: '{"),
+        (dict(data=tmp_path / "question.jsonl", out=out) | asked, "row 0: extra_info['question'] is ' '"),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
         (dict(data=tmp_path / "status.jsonl", out=out), "the result would overwrite the column 'status'"),

@@ -169,6 +169,9 @@ def compute_score_outcome(
     )
 
 
+compute_score_fapo_oracle.check_row = compute_score_outcome.check_row = scores.check_answer
+
+
 def policy_row(problem: Problem, split: str, index: int) -> dict:
     row = toy_world.policy_row(problem, "shop", split, index)
     row["extra_info"]["prices"] = problem.prices

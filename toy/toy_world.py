@@ -342,6 +342,9 @@ def compute_score_fapo_oracle(
     return result
 
 
+compute_score_fapo_oracle.check_row = scores.check_answer
+
+
 @functools.wraps(compute_score_fapo_oracle, assigned=())  # The signature rejects misspelt settings.
 def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
     """Add `step_scores` to FAPO's score, for --advantage steps: 1 before the first wrong step, then 0."""
