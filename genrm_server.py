@@ -126,6 +126,39 @@ def choose_device() -> str:
     return "cpu"
 
 
+# ---- the files of a model
+
+# Servers read files of these kinds only, so that other files, such as logs, may change.
+MODEL_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
+
+
+def model_state(path: str) -> dict[str, list[int]]:
+    """Return {file: [size, modification time in ns]} of a model's folder, or {} if it is no folder here.
+
+    A path or a name says nothing about the weights: the next model may be written into the same folder.
+    """
+    state = {}
+    for file in sorted(Path(path).expanduser().glob("*")):
+        if file.suffix in MODEL_FILES:
+            with contextlib.suppress(OSError):  # The file was deleted in the meantime.
+                state[file.name] = [file.stat().st_size, file.stat().st_mtime_ns]
+    return state
+
+
+def changed_file(before: dict, now: dict, sizes_only: bool = False) -> str:
+    """Return the first difference between two results of model_state, or an empty string."""
+    if before and not now:
+        return "the folder has no files of a model"
+    for name in sorted(before | now):
+        if name not in now:
+            return f"{name} is missing"
+        if name not in before:
+            return f"{name} is new"
+        if before[name][0] != now[name][0] or not sizes_only and before[name] != now[name]:
+            return f"{name} has changed"
+    return ""
+
+
 # ---- all servers of one model
 
 WATCH_EVERY = 0.5  # seconds between two health checks of a server
@@ -176,6 +209,7 @@ class ServerSlot:
     restarts: int = 0
     hangs: bool = False  # whether the router found that the server's engine answers no requests
     given_up: str = ""  # why the service gave up on this server; empty: it is still supervised
+    other_model: str = ""  # why this server would serve another model than the first servers did
 
 
 class ModelServers:
@@ -187,6 +221,10 @@ class ModelServers:
     "host:port". The `lock` is held while a server joins and during a control call to all servers, so that no
     server misses a control call. The constructor raises ValueError for invalid settings, OSError if the port
     of the router is taken, and RuntimeError if a server does not start.
+
+    All servers serve the files that the first ones loaded: a server does not join if a file of the model's
+    folder has another size or modification time than at the first start on its node, or another size than on
+    the first server's node. With `control`, the caller replaces the weights, and nothing is compared.
     """
 
     def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
@@ -199,6 +237,7 @@ class ModelServers:
         self.all_ready = threading.Event()
         self.stopping = threading.Event()
         self.lock = threading.Lock()
+        self.model_files = {}  # host -> the result of model_state at the first start there
         n = config.num_servers
         if not servers:
             servers = [VllmServer(config, i, i, n, gpus_of_server(config, i)) for i in range(n)]
@@ -231,6 +270,9 @@ class ModelServers:
     def check(self) -> None:
         """Raise RuntimeError if the service has given up on every server."""
         if all(slot.given_up for slot in self.slots):
+            for slot in self.slots:
+                if slot.other_model:
+                    raise RuntimeError(slot.given_up)
             raise RuntimeError("all servers failed too often; see the GIVING UP messages above")
 
     def supervise(self, slot: ServerSlot) -> None:
@@ -254,8 +296,10 @@ class ModelServers:
                 failed_starts = deaths = 0
             else:
                 failed_starts += 1
-            if not self.all_ready.is_set() or deaths >= MAX_DEATHS:
+            if slot.other_model or not self.all_ready.is_set() or deaths >= MAX_DEATHS:
                 slot.given_up = f"{slot.name} {event}; the last lines of {slot.log}:\n{log_end}"
+                if slot.other_model:
+                    slot.given_up = f"{slot.name} {slot.other_model}"
                 if self.all_ready.is_set():
                     say(f"GIVING UP: {slot.given_up}")
                 break
@@ -274,6 +318,9 @@ class ModelServers:
                 if self.config.device == "cuda":
                     start_lock.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
                 self.before_starting(slot)
+                self.compare_model(slot)
+                if slot.other_model:
+                    return slot.other_model
             slot.url = self.call_server(slot, "start")
             started = answered = time.monotonic()
             try:
@@ -287,6 +334,8 @@ class ModelServers:
                     if status == 200 or slot is self.router and status:  # 503: the router has no servers
                         answered = time.monotonic()
                         self.join(slot, answered - started)
+                        if slot.other_model:
+                            return slot.other_model
                     elif not self.call_server(slot, "alive"):
                         return "died"
                     elif not slot.ready and silent > self.config.startup_timeout:
@@ -322,6 +371,9 @@ class ModelServers:
             return
         with self.lock:
             if not slot.joined:
+                self.compare_model(slot)  # again, because the files may have changed while they were loaded
+                if slot.other_model:
+                    return
                 if self.asleep:  # While the other servers sleep, the trainer needs the GPU memory.
                     self.post_control(slot, SLEEP)
                 self.before_joining(slot)
@@ -331,6 +383,25 @@ class ModelServers:
                     say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
                 slot.ready = True
                 slot.joined = router_start
+
+    def compare_model(self, slot: ServerSlot) -> None:
+        """Set slot.other_model if the files of the model differ from those of the first servers.
+
+        Times of copies on different nodes may differ, so they are compared on the same node only.
+        """
+        if self.config.control:
+            return
+        host, files = self.call_server(slot, "model_files")
+        first, *_ = *self.model_files.values(), files
+        difference = changed_file(first, files, sizes_only=True)
+        if difference:
+            difference = f"on {host}, compared with the node of the first server, {difference}"
+        difference = changed_file(self.model_files.setdefault(host, files), files) or difference
+        if difference:
+            slot.other_model = (
+                f"would serve another model than the first servers did: {self.config.model}: {difference}; "
+                "write another model to another folder, or start again to serve the new files"
+            )
 
     def leave(self, slot: ServerSlot) -> None:
         """Remove a server from the router."""
@@ -530,6 +601,9 @@ class VllmServer(Process):
     """
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
+        self.model = config.model
+        if os.path.exists(config.model):  # A link that is changed later must not change the model.
+            self.model = os.path.realpath(config.model)
         self.host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # Ray may restart the actor on another node.
             import ray
@@ -538,7 +612,7 @@ class VllmServer(Process):
         port = self.reserved.getsockname()[1]
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", config.model,
+            "--model", self.model,
             "--host", self.host,
             "--port", str(port),
             "--served-model-name", config.served_model_name,
@@ -586,6 +660,10 @@ class VllmServer(Process):
         """Return the ID of the Ray node on which this actor runs."""
         import ray
         return ray.get_runtime_context().get_node_id()
+
+    def model_files(self) -> tuple[str, dict[str, list[int]]]:
+        """Return the host and the state of the model's files there."""
+        return self.host, model_state(self.model)
 
     def gpu(self) -> tuple[str, str]:
         """Return the host and the GPUs of this server."""

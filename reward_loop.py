@@ -446,6 +446,8 @@ class RewardLoopManager:
                 for work in (self._dispatch(), *map(self._collect_from, self._workers)):
                     self._tasks.create_task(work)
                 while self._ray.is_initialized() and not self._ending:  # Without Ray, results never arrive.
+                    if self.reward_models:
+                        self.reward_models.check()
                     await asyncio.sleep(0.1)
                 raise RuntimeError("the reward loop was shut down; start a new one")
         except ExceptionGroup as errors:

@@ -268,6 +268,11 @@ class RewardModelManager:
             self.shutdown()
             raise
 
+    def check(self) -> None:
+        """Raise RuntimeError if a model has no server left."""
+        for servers in self.models.values():
+            servers.check()
+
     def sleep(self, asleep: bool = True) -> None:
         """Release the GPU memory of all models, or allocate it again (asleep=False)."""
         for servers in self.models.values():

@@ -373,6 +373,89 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         assert re.search(r"GIVING UP: server 0 died.*\n.*these weights do not fit", capfd.readouterr().out)
 
 
+def test_a_server_that_would_load_other_files_does_not_join(stand_in, capfd):
+    """The next judge has been trained into the same folder when one of two servers restarts."""
+    weights = stand_in / "model.safetensors"
+    weights.write_text("1st judge")
+    with running(settings(stand_in, num_servers=2)) as servers:
+        first, second = servers.slots
+        (stand_in / "notes.log").touch()  # not a file of the model
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers) == 1 and first.joined)
+        before = weights.stat()
+        weights.write_text("2nd judge")  # of the same size
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: first.given_up)
+        servers.check()
+        until(lambda: [worker["url"] for worker in router_workers(servers)] == [second.url])
+        output = capfd.readouterr().out
+        assert "GIVING UP: server 0 would serve another model than the first servers did: " in output
+        assert f"{stand_in}: model.safetensors has changed; write another model to " in output
+        shutil.rmtree(stand_in)
+        os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
+        until(lambda: second.given_up)
+        assert "server 1 would serve another model" in second.given_up
+        assert f"{stand_in}: the folder has no files of a model" in second.given_up
+        with pytest.raises(RuntimeError, match="server 0 would serve .* start again to serve the new files$"):
+            servers.check()
+
+
+def test_files_that_change_while_they_are_loaded_are_noticed(stand_in):
+    (stand_in / "hang").touch()
+    with running(settings(stand_in), wait=False) as servers:
+        (slot,) = servers.slots
+        until(lambda: slot.server.alive())
+        (stand_in / "tokenizer.json").write_text("{}")
+        (stand_in / "hang").unlink()
+        with pytest.raises(RuntimeError, match="server 0 would serve .*: tokenizer.json is new; "):
+            servers.wait_ready()
+
+
+def test_a_link_that_is_changed_does_not_change_the_model(stand_in):
+    link = stand_in.parent / "latest"
+    link.symlink_to(stand_in)
+    with running(settings(link)) as servers:
+        link.unlink()
+        link.symlink_to(shutil.copytree(stand_in, stand_in.parent / "next"))
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers) == 1 and servers.slots[0].joined)
+        told_now = told(servers)["argv"]
+        assert told_now[told_now.index("--model") + 1] == str(stand_in)
+        assert told_now[told_now.index("--served-model-name") + 1] == str(link)
+
+
+@pytest.mark.parametrize(
+    ("now", "sizes_only", "difference"),
+    [
+        ({"config.json": [2, 10], "a.safetensors": [4, 10]}, False, ""),
+        ({"config.json": [2, 11], "a.safetensors": [4, 11]}, True, ""),
+        ({"config.json": [2, 11], "a.safetensors": [4, 11]}, False, "a.safetensors has changed"),
+        ({"config.json": [3, 10], "a.safetensors": [4, 10]}, True, "config.json has changed"),
+        ({"config.json": [2, 10]}, True, "a.safetensors is missing"),
+        ({}, True, "the folder has no files of a model"),
+    ],
+)
+def test_copies_on_two_nodes_may_differ_in_times_only(now, sizes_only, difference):
+    before = {"config.json": [2, 10], "a.safetensors": [4, 10]}
+    assert genrm_server.changed_file(before, now, sizes_only) == difference
+
+
+def test_servers_on_two_nodes_have_the_same_files(stand_in):
+    """Played: the second server finds a copy on its node, with other times and later with another size."""
+    with running(settings(stand_in, num_servers=2)) as servers:
+        slot = servers.slots[1]
+        config_file = {"config.json": [2, 1]}
+        slot.server.model_files = lambda: ("10.0.0.2", dict(config_file))
+        os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers) == 1 and slot.joined)
+        slot.server.model_files = lambda: ("10.0.0.3", {"config.json": [3, 1]})
+        os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
+        until(lambda: slot.given_up)
+        expected = ": on 10.0.0.3, compared with the node of the first server, config.json has changed; "
+        assert expected in slot.given_up
+
+
 def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
     """For example, a sample may kill the engine each time it is sent."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)

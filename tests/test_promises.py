@@ -119,6 +119,11 @@ KEPT_BY = {
         "test_router.test_method_path_query_headers_and_body_arrive_unchanged",
         "test_compute_score.test_what_is_sampled_or_differs_is_asked_each_time",
     ),
+    "A restarted server does not join if a file of its model has another size or modification time than at "
+    "the start.": (
+        "test_genrm_server.test_a_server_that_would_load_other_files_does_not_join",
+        "test_genrm_server.test_files_that_change_while_they_are_loaded_are_noticed",
+    ),
     "A request that crashes servers is rejected instead of being sent to every server.": (
         "test_router.test_a_poisonous_request_is_asked_once_per_server_and_loses_no_harmless_one",
         "test_router.test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer",

@@ -676,6 +676,9 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
         router_addresses = {"genrm": serve(critic).address}
         calls = []
 
+        def check(self):
+            pass
+
         def wake_up(self):
             self.calls.append("wake")
 
@@ -689,6 +692,24 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
     with pytest.raises(ValueError):
         manager.score_batch([{}])
     assert models.calls == ["wake", "sleep"] * 2
+
+
+def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
+    """Otherwise, each sample would wait for its time limit."""
+
+    class Models:
+        router_addresses = {"genrm": serve(critic).address}
+        is_lost = threading.Event()
+
+        def check(self):
+            if self.is_lost.is_set():
+                raise RuntimeError("[genrm] server 0 would serve another model")
+
+    manager = start(f"{FAULTS}:async_fault", reward_models=Models())
+    waiting = manager.submit(sample("hang"))
+    Models.is_lost.set()
+    with pytest.raises(RuntimeError, match="^.genrm. server 0 would serve another model$"):
+        waiting.result(60)
 
 
 def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
@@ -705,6 +726,9 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
                     for name, config in configs.items()
                 ]
             )
+
+        def check(self):
+            pass
 
         def __getattr__(self, name):
             return lambda: events.append(name)
