@@ -283,7 +283,7 @@ class ModelServers:
             log_end = ""
             try:
                 event = self.watch(slot)
-                log_end = self.call_server(slot, "last_lines")
+                log_end = self.call_server(slot, "failure_lines")
                 # Deaths during sleep do not count: the trainer may be using the GPU memory.
                 if slot is not self.router and not self.asleep:
                     deaths += 1
@@ -480,6 +480,10 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
+# The end of a traceback, which may follow vLLM's mark "(EngineCore pid=1) ERROR 01-31 12:00:00 [core.py:1]".
+FIRST_ERROR = r"(?m)^(\([^)\n]*\) ERROR [^\]\n]*\] )?[\w.]+(Error|Exception)\b.*"
+
+
 class Process:
     """A child process with a log file, and the leader of a process group.
 
@@ -529,8 +533,20 @@ class Process:
             kill_group(child.pid, self.folder)
             child.wait()
 
+    def failure_lines(self) -> str:
+        """Return the last 25 log lines since the latest start, after the first error if it is not among them.
+
+        The last error of vLLM only says that an earlier one, of its engine's process, is the cause.
+        """
+        written = self.last_lines(count=0)
+        last = self.last_lines()
+        first = re.search(FIRST_ERROR, written)
+        if first and first[0] not in last:
+            return f"{first[0]}\n[...]\n{last}"
+        return last
+
     def last_lines(self, text: str = "", count: int = 25) -> str:
-        """Return the last log lines that contain `text` and were written since the child's latest start."""
+        """Return the last log lines that contain `text`, since the child's latest start (count 0: all)."""
         written = self.log.read_bytes()[self.log_start:]
         lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])

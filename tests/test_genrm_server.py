@@ -495,6 +495,27 @@ def test_a_failing_start_names_the_log_and_its_last_lines(stand_in):
         ModelServers(settings(stand_in))
 
 
+def test_the_first_error_is_shown_although_the_last_one_is_far_below(stand_in):
+    """The log has the form of vLLM's, whose API server fails after the engine's process has."""
+    mark = "(EngineCore pid=7) ERROR 11-28 05:10:48 [core.py:1510] "
+    cause = mark + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB"
+    log = ["INFO 11-28 05:10:31 [core.py:133] (max_error=1, on_error: Exception)", mark + "Traceback", cause]
+    log += [f'  File "utils.py", line {number}, in launch' for number in range(60)]
+    log.append("RuntimeError: Engine core initialization failed. See root cause above.")
+    stand_in.joinpath("said.txt").write_text("\n".join(log))
+    command = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())", f"{stand_in}/said.txt"]
+    child = genrm_server.Process(stand_in / "log", command, dict(os.environ))
+    child.start()
+    child.child.wait()
+    first, dots, *last = child.failure_lines().splitlines()
+    assert (first, dots) == (cause, "[...]") and last == log[-25:]
+    stand_in.joinpath("said.txt").write_text("\n".join(log[:5]))
+    child.start()
+    child.child.wait()
+    assert child.failure_lines().splitlines() == log[:5]
+    child.stop()
+
+
 def test_a_start_that_takes_too_long(stand_in):
     (stand_in / "hang").touch()
     with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; raise --startup-timeout"):
