@@ -20,8 +20,8 @@ call in progress, which returns new results. Ray restarts workers that die, and 
 do not respond. A lost call is repeated (in a separate process after two losses); it fails after six losses.
 The function's folder must have the same path on all nodes. Not covered: one limit for several drivers,
 cancelling a sample that a worker already has, grading in a container (grading has your permissions).
-Needs reward_worker.py; also genrm_server.py and cluster/ to start reward models, and compute_score.py for the
-default reward function.
+Needs reward_worker.py; also genrm_server.py and cluster/ to start reward models, genrm_server.py to tell the
+models in local folders apart, and compute_score.py for the default reward function.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import http.client
 import inspect
 import itertools
@@ -144,6 +145,25 @@ class RewardOptions:
         for config in self.server_configs().values():
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
+
+    def judges(self) -> dict:
+        """Return what decides which reward models give the scores, in values that JSON keeps.
+
+        A name or a path says nothing about the weights, so "models" also describes the files. A model whose
+        server does not respond is None.
+        """
+        chosen = json_object("reward_kwargs", self.reward_kwargs).get("genrm_model")
+        models = served_models(named("router_address", self.router_address), chosen)
+        for name, path in named("genrm", self.genrm).items():
+            models[name] = f"{path} {folder_digest(path)}"
+        tokenizer = self.reward_model_tokenizer or ""
+        return {
+            "models": models,
+            # Arguments may contain keys, so files get only their digest.
+            "genrm_vllm_args": hashlib.sha256(self.genrm_vllm_args.encode()).hexdigest(),
+            "reward_model_task": list(self.reward_model_task),
+            "reward_model_tokenizer": f"{tokenizer} {folder_digest(tokenizer)}",
+        }
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
         """Return {name: genrm_server.Config} for the reward models to start."""
@@ -307,7 +327,7 @@ class RewardLoopManager:
         self.max_in_flight = options.max_in_flight or 2048
         if addresses and not options.max_in_flight:
             address = next(iter(addresses.values()))
-            self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address, self._key)
+            self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address)
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
         self._unfinished = set()  # calls that have no result yet
@@ -594,19 +614,77 @@ class RewardLoopManager:
             log.warning(text)
 
 
-def count_servers(address: str, key: str) -> int:
-    """Return the number of servers behind the router at this address, or 1 if there is no router."""
-    connection = http.client.HTTPConnection(address, timeout=10)
+def get_json(address: str, path: str, timeout: float):
+    """Return the JSON at this address. Raise OSError, HTTPException or ValueError if there is none."""
+    key = os.environ.get("ROUTER_API_KEY", "").strip()
+    connection = http.client.HTTPConnection(address, timeout=timeout)
     try:
-        connection.request("GET", "/workers", headers={"Authorization": f"Bearer {key}"})
-        return max(1, len(json.load(connection.getresponse())["workers"]))
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        text = answer.read().decode("utf-8", "replace")
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {text:.200}")
+        return json.loads(text)
+    finally:
+        connection.close()
+
+
+def count_servers(address: str) -> int:
+    """Return the number of servers behind the router at this address, or 1 if there is no router."""
+    try:
+        return max(1, len(get_json(address, "/workers", timeout=10)["workers"]))
     except OSError as error:
         log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
         return 1
     except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
-    finally:
-        connection.close()
+
+
+def listed_models(address: str) -> list[dict]:
+    """Return the models that the server at this address lists. Raise an error if there are none."""
+    cards = get_json(address, "/v1/models", timeout=60)["data"]
+    if not cards:
+        raise ValueError("it lists no models")
+    return cards
+
+
+def served_models(addresses: dict[str, str], chosen: str | None = None) -> dict[str, str | None]:
+    """Ask the server at each address for its models. Return {name: models, or None without a response}.
+
+    If the server lists the model `chosen`, only this one counts.
+    """
+    models = {}
+    for name, address in addresses.items():
+        models[name] = None
+        with contextlib.suppress(Exception):  # The server does not respond or lists no models.
+            cards = listed_models(address)
+            cards = [card for card in cards if card["id"] == chosen] or cards
+            # Models with the same id differ in their root, which may be a folder that has been overwritten.
+            texts = [f"{card['id']} {card.get('root')} {folder_digest(card.get('root'))}" for card in cards]
+            models[name] = ", ".join(sorted(text.strip() for text in texts))
+    return models
+
+
+def folder_digest(path: str | None) -> str:
+    """Return a digest of the sizes and modification times of a model's files; empty if it is no folder."""
+    if not path or not os.path.isdir(os.path.expanduser(path)):
+        return ""
+    from genrm_server import model_state
+    return hashlib.sha256(json.dumps(model_state(path)).encode()).hexdigest()
+
+
+def changes_between(before, now: dict) -> list[str]:
+    """Return the names of the values that have changed between two starts. Both have the keys of `judges`.
+
+    A model that did not respond at one of the starts does not count as changed.
+    """
+    if not isinstance(before, dict) or before.keys() != now.keys():
+        return ["the version of the file"]
+    changed = [name for name in now if name != "models" and before[name] != now[name]]
+    for name, model in before["models"].items():
+        if model and now["models"].get(name) not in (None, model):
+            changed.append(f"the model {name}")
+    return changed
 
 
 def start_error(error: Exception) -> RuntimeError:

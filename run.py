@@ -40,6 +40,7 @@ from run_folder import (
     end_tokens,
     has_evaluation,
     note_start,
+    read_lines,
     save_checkpoint,
     without_secrets,
 )
@@ -121,6 +122,16 @@ class Run:
                 use = "the adapters are now added to"
             print(f"--model {config.model}: the run started with {before}, but {use} this model; pass "
                   f"--model {before}, unless both models are the same", flush=True)  # fmt: skip
+
+    def compare_judges(self):
+        """Print a warning if the run is resumed with other reward models than at its previous start."""
+        starts, _ = read_lines(Path(self.config.out_dir, "starts.jsonl"))
+        if not self.step or len(starts) < 2 or not starts[-2].get("judges"):
+            return
+        changed = reward_loop.changes_between(starts[-2]["judges"], starts[-1]["judges"])
+        if changed:
+            print(f"resuming with a different judge (not the same: {', '.join(changed)}); rewards before and "
+                  f"after step {self.step} cannot be compared", flush=True)  # fmt: skip
 
     def read_tokenizer(self):
         config = self.config
@@ -340,7 +351,8 @@ class Run:
 
             self.reservation = placement.Reservation(placement.process_specs(config))
             stack.callback(self.reservation.close)
-        note_start(config, self.step)
+            note_start(config, self.step, config.judges())
+            self.compare_judges()
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))
         if find_spec("tools"):  # A copy of the scripts may lack tools/.

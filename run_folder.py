@@ -479,7 +479,7 @@ def is_secret(name: str, value) -> bool:
     return found[1].lower() != "token" or not str(value).isdecimal()
 
 
-def note_start(config, step: int) -> None:
+def note_start(config, step: int, judges: dict | None = None) -> None:
     """Write config.json, and append a line to starts.jsonl. The run resumes after `step` steps (0: new).
 
     Neither file contains secrets.
@@ -508,6 +508,7 @@ def note_start(config, step: int) -> None:
         "commit": commit,
         "versions": versions,
         "machine": f"{platform.node()}: {', '.join(hardware)}, device {config.device}",
+        "judges": judges,
     }
     with open(Path(config.out_dir, "starts.jsonl"), "a") as file:
         file.write(json.dumps(line) + "\n")

@@ -10,7 +10,6 @@ Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py, run_f
 Not covered: files larger than memory (a row takes about 5 KB), length penalties.
 """
 
-import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -22,9 +21,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet as pq
 
-import compute_score
 from prepare_data import read_rows
-from reward_loop import STATUSES, RewardOptions, by_group, named, row_checker, start_rewards
+from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
 from run_folder import averages, no_verdict_rate, one_line_errors, read_lines
 from settings import parse_command_line
 
@@ -45,27 +43,6 @@ class Config(RewardOptions):
     resume: bool = False  # Resume an interrupted run: keep the results that have a score, and score the rest.
 
 
-async def served_models(addresses: dict[str, str]) -> dict[str, str | None]:
-    """Ask the server at each address for its model. Return {name: model, or None if there is no response}."""
-    models = {}
-    for name, address in addresses.items():
-        models[name] = None
-        with contextlib.suppress(Exception):  # The server does not respond or lists no models.
-            card = await compute_score.served_model(address)
-            models[name] = f"{card['id']} {card.get('root')}"  # Models with the same id differ in their root.
-    return models
-
-
-def is_same_run(before, header: dict) -> bool:
-    """Return whether a run with `header` may keep the results of a run with the header `before`."""
-    if not isinstance(before, dict) or before.keys() != header.keys():
-        return False
-    for name, model in before["models"].items():
-        if model and header["models"].get(name) not in (None, model):
-            return False
-    return before | {"models": None} == header | {"models": None}
-
-
 def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
     """Read the results of an interrupted run from the file `partial`, and return {row: result}.
 
@@ -79,9 +56,11 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
     entries, _ = read_lines(partial)  # Truncated lines are skipped: the last line of each start may be one.
     for number, entry in enumerate(entries or [None]):
         if number == 0 or isinstance(entry, dict):
-            if not is_same_run(entry, header):
+            changed = changes_between(entry, header)
+            if changed:
                 raise ValueError(f"{partial} belongs to a run with different data, a different judge or a "
-                                 "different reward function; delete the file")  # fmt: skip
+                                 f"different reward function (not the same: {', '.join(changed)}); delete "
+                                 "the file")  # fmt: skip
         else:
             row, result = entry
             done[row] = result
@@ -176,8 +155,7 @@ def run(config: Config):
         "genrm": list(config.genrm),
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
         "files": job.files,
-        "models": asyncio.run(served_models(named("router_address", config.router_address))),
-    }
+    } | config.judges()
     done = scored_before(partial, header, config.resume)
     if job.sees_group:
         for group in by_group(rows):

@@ -40,8 +40,8 @@ def advantages_of(*groups, **options):
 
 
 @contextlib.contextmanager
-def server(answer):
-    """Serve HTTP on this machine and yield host:port. A POST gets `answer(path, body)` as JSON."""
+def server(answer, get=lambda path: {"data": [{"id": "a-model"}]}):
+    """Serve HTTP on this machine and yield host:port. A POST gets `answer(path, body)` as JSON, a GET `get`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -49,7 +49,7 @@ def server(answer):
             self.reply(answer(self.path, body))
 
         def do_GET(self):
-            self.reply({"data": [{"id": "a-model"}]})
+            self.reply(get(self.path))
 
         def reply(self, value):
             content = json.dumps(value).encode()

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from played import server
 from test_compute_score import Judge, completion
 
 from tools import evaluate_genrm
@@ -272,6 +273,16 @@ def test_limit_and_bad_files(bench, tmp_path):
     message = "aime25_test.parquet, row 0: ability is 'Math'; judge rows have 'math_critic'"
     with pytest.raises(ValueError, match=message):
         read_judge_rows(tmp_path / "aime25_test.parquet")
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
+def test_of_several_models_one_must_be_chosen(bench, names):
+    cards = {"data": [{"id": name} for name in names]}
+    with server(lambda path, body: {}, get=lambda path: cards) as address:
+        config = Config(data=bench, router_address=address)
+        with pytest.raises(ValueError, match=r"several models \(a, b\); choose one with --model$"):
+            evaluate_genrm.model_name(config)
+        assert evaluate_genrm.model_name(replace(config, model="b")) == "b"
 
 
 def interrupted(*_):

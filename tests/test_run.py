@@ -247,6 +247,24 @@ def test_a_cut_trainer_state_is_named_in_one_line(tmp_path, model, tokenizer, co
         prepared(tmp_path, model, tokenizer, resume="auto")
 
 
+def test_a_run_that_resumes_with_another_judge_says_so(tmp_path, model, tokenizer, capsys):
+    """The folder is the same, but the next judge has been trained into it."""
+    write_checkpoint(tmp_path, model, tokenizer)
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text("{}")
+    reward = f"{grpo_trainer.__file__}/../compute_score.py:compute_score_fapo"
+    run = prepared(tmp_path, model, tokenizer, resume="auto", genrm=(str(judge),), reward_fn=reward)
+    for version, told in (("1st", 0), ("1st", 0), ("2nd judge", 1), ("2nd judge", 0)):
+        if told or not (judge / "model.safetensors").exists():
+            (judge / "model.safetensors").write_text(version)
+        run_folder.note_start(run.config, run.step, run.config.judges())
+        run.compare_judges()
+        line = "resuming with a different judge (not the same: the model genrm); rewards before and after "
+        assert capsys.readouterr().out.count(line) == told
+    run.lock.close()
+
+
 @pytest.mark.parametrize("changes", [dict(kl_coef=0.1), dict(lora_rank=2)])
 def test_a_cut_configuration_of_the_run_is_named_in_one_line(tmp_path, model, tokenizer, changes):
     write_checkpoint(tmp_path, model, tokenizer, **changes)

@@ -13,9 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from played import server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
+import reward_loop
 import score_file
 
 ROOT = Path(score_file.__file__).parent
@@ -209,6 +211,7 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # no
     header = {"reward_fn": config.reward_fn, "reward_kwargs": config.reward_kwargs, "genrm": []}
     header["data"] = hashlib.sha256(data.read_bytes()).hexdigest()
     header["files"] = config.check_rewards().files
+    header |= config.judges()
     for model, is_other in (("judge None", False), ("another-judge None", True), ("judge /models/b", True)):
         header["models"] = {"genrm": model}
         partial.write_text(json.dumps(header) + "\n")
@@ -218,6 +221,69 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # no
                 score_file.run(config)
         else:
             score_file.run(config)
+
+
+@pytest.fixture
+def judge_folder(tmp_path):
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("1st")
+    return folder
+
+
+def overwrite(folder):
+    (folder / "model.safetensors").write_text("another judge")
+
+
+def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_folder, monkeypatch):
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
+    partial = tmp_path / "scored.jsonl.partial.jsonl"
+    config = score_file.Config(
+        data=data, out=tmp_path / "scored.jsonl", reward_fn="compute_score.py:compute_score_fapo",
+        genrm=(str(judge_folder),), genrm_vllm_args="--api-key hush", resume=True)  # fmt: skip
+    headers = []
+
+    def begin(options, samples, done, partial, header, on_result):
+        headers.append(json.dumps(header))
+        raise RuntimeError("the scoring begins")
+
+    monkeypatch.setattr(score_file, "score_the_rest", begin)
+
+    def start(change=lambda: None, **changes):
+        change()
+        score_file.run(dataclasses.replace(config, **changes))
+
+    with pytest.raises(RuntimeError, match="the scoring begins"):
+        start()
+    assert "hush" not in headers[0]
+    partial.write_text(headers[0] + "\n")
+    with pytest.raises(RuntimeError, match="the scoring begins"):
+        start(lambda: (judge_folder / "notes.log").touch())  # not a file of the model
+    for changes, name in [
+        ({"genrm_vllm_args": "--max-num-seqs 3"}, "genrm_vllm_args"),
+        ({"reward_model_task": ("classify",)}, "reward_model_task"),
+        ({"reward_model_tokenizer": str(judge_folder)}, "reward_model_tokenizer"),
+        ({"change": lambda: overwrite(judge_folder)}, "the model genrm"),
+    ]:
+        with pytest.raises(ValueError, match=rf"different judge .*\(not the same: {name}\); delete"):
+            start(**changes)
+
+
+def test_what_is_known_of_the_models_behind_an_address(judge_folder):
+    """The order of the list may change, and the folder that a server names may be overwritten."""
+    cards = [{"id": "b", "root": str(judge_folder)}, {"id": "a", "root": "on-a-hub/a"}]
+    with server(lambda path, body: {}, get=lambda path: {"data": cards}) as address:
+        addresses = {"genrm": address, "gone": f"127.0.0.1:{free_port()}"}
+        both = reward_loop.served_models(addresses)
+        assert both["gone"] is None and both["genrm"].startswith(f"a on-a-hub/a, b {judge_folder} ")
+        a, b = (reward_loop.served_models(addresses, chosen) for chosen in "ab")
+        assert a["genrm"] == "a on-a-hub/a" and b["genrm"] == both["genrm"].removeprefix("a on-a-hub/a, ")
+        cards.reverse()
+        assert reward_loop.served_models(addresses) == both
+        overwrite(judge_folder)
+        assert reward_loop.served_models(addresses) != both
+        assert reward_loop.served_models(addresses, "a") == a != b
 
 
 def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path):

@@ -21,7 +21,6 @@ requests are excluded and reported (exit code 1), and the next run repeats them.
 Not covered: judges that answer True or False, scoring by log-probabilities.
 """
 
-import asyncio
 import hashlib
 import json
 import math
@@ -38,10 +37,10 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from prepare_data import read_rows, validate_row
-from reward_loop import RewardOptions, json_object
+from reward_loop import RewardOptions, json_object, listed_models, served_models
 from reward_worker import fingerprints
 from run_folder import command_line, one_line_errors
-from score_file import score_the_rest, scored_before, served_models
+from score_file import score_the_rest, scored_before
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Config:
     router_address: str  # Address host:port of the judge (a router or an OpenAI-compatible server).
     # Output file for the rows with their critiques. OUT.jsonl receives each critique immediately.
     out: Path = Path("critiques.parquet")
-    model: str | None = None  # Model name in requests. Default: the first model that the server lists.
+    model: str | None = None  # Model name in requests. Default: the model that the server lists.
     n: int = 8  # Number of critiques per row. The most frequent verdict is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
@@ -183,17 +182,26 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
     return rows
 
 
-async def chat_settings(config: Config) -> dict:
-    """Return the settings for `scores.chat`. Raises ValueError, or OSError if no judge responds."""
-    chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
-    model = config.model
+def model_name(config: Config) -> str:
+    """Return the model name for requests. Raises ValueError, or OSError if no judge responds."""
+    if config.model:
+        return config.model
     try:
-        model = model or (await scores.served_model(config.router_address))["id"]
+        names = [card["id"] for card in listed_models(config.router_address)]
     except Exception as error:  # The address may belong to another kind of server.
         raise OSError(f"--router-address {config.router_address}: cannot get the model name "
                       f"({error!r}); check that the judge is running, or pass --model") from error
+    if len(names) > 1:  # The order of the list may change.
+        raise ValueError(f"--router-address {config.router_address}: the server lists several models "
+                         f"({', '.join(sorted(names))}); choose one with --model")  # fmt: skip
+    return names[0]
+
+
+def chat_settings(config: Config) -> dict:
+    """Return the settings for `scores.chat`. Raises ValueError, or OSError if no judge responds."""
+    chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     return {
-        "model": model,
+        "model": model_name(config),
         "temperature": config.temperature,
         "top_p": config.top_p,
         "max_tokens": config.max_tokens,
@@ -203,10 +211,10 @@ async def chat_settings(config: Config) -> dict:
 
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     """Add "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
-    chat = asyncio.run(chat_settings(config))
+    chat = chat_settings(config)
     # A result depends on these settings, and on the prompt and the label of its row.
     files = fingerprints(scores.__file__)
-    header = chat | {"files": files, "models": asyncio.run(served_models({"genrm": config.router_address}))}
+    header = chat | {"files": files, "models": served_models({"genrm": config.router_address}, chat["model"])}
     progress = Path(f"{config.out}.jsonl")
     done = scored_before(progress, header, resume=True)  # {name of a critique: result}
     samples = {}
