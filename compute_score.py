@@ -774,10 +774,12 @@ async def served_model(address: str, outdated=None) -> dict:
 
 
 async def chat(
-    prompt: str, address: str, *, model=None, temperature=None, top_p=None, max_tokens=GENRM_MAX_TOKENS,
-    timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None) -> tuple[str, str, int | None]:  # fmt: skip
-    """Send one user message to `http://address/v1/chat/completions`. Settings that are None are not sent.
+    prompt: str | list[dict], address: str, *, model=None, temperature=None, top_p=None,
+    max_tokens=GENRM_MAX_TOKENS, timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None,
+) -> tuple[str, str, int | None]:  # fmt: skip
+    """Send a prompt to `http://address/v1/chat/completions`. Settings that are None are not sent.
 
+    The prompt is the text of one user message, or a list of messages with the keys "role" and "content".
     After a broken connection or status 408, 425, 429 or 5xx (even in the body of a reply with HTTP status
     200), the request is retried with growing random pauses until `timeout_s` has passed. A failing server
     never makes `chat` raise an exception. At temperature 0, identical requests wait for the first one, even
@@ -788,10 +790,15 @@ async def chat(
         because vLLM was put to sleep), "http_error" or "timeout". For the last two statuses, the text
         describes the error. The number of tokens is None if the answer was shared.
     """
-    # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
-    prompt = prompt.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = []
+    for message in prompt:
+        # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
+        content = message["content"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        messages.append(message | {"content": content})
     body = {
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": messages,
         "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -1016,6 +1023,13 @@ compute_score_fapo.check_row = compute_score_baseline.check_row = check_judged
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) -----------------------------------
+def whole_number(value) -> int:
+    """Return the integer, also from a float, because pandas stores integers with gaps as floats."""
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"{value} is not a whole number")
+    return int(value)
+
+
 def compute_score_fapo_genrm(
     data_source, solution_str, ground_truth, extra_info, reward_router_address=None,
     reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
@@ -1053,7 +1067,7 @@ def compute_score_fapo_genrm(
 def _read_label(ground_truth, extra_info):
     """Return the index of the first wrong paragraph and the number of paragraphs of a judge row."""
     try:
-        truth, total_steps = int(ground_truth), int(extra_info["total_steps"])
+        truth, total_steps = whole_number(ground_truth), whole_number(extra_info["total_steps"])
     except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
     if not -1 <= truth < total_steps:

@@ -36,7 +36,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
-from compute_score import TAIL_CHARS, format_critic_prompt, last_boxed_only_string, remove_boxed
+from compute_score import (
+    TAIL_CHARS,
+    format_critic_prompt,
+    last_boxed_only_string,
+    remove_boxed,
+    whole_number,
+)
 
 # --- 1. Prompts (paper appendix F), verbatim --------------------------------------------------------
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer{what} within \\boxed{{}}."
@@ -82,11 +88,17 @@ WITH_MARK = "utf-8-sig"  # Files from spreadsheets may start with a byte order m
 def validate_row(row: dict, where: str) -> None:
     """Raise ValueError if the label of a judge row is neither -1 nor the index of a paragraph."""
     truth = row["reward_model"]["ground_truth"]
-    steps = row["extra_info"].get("total_steps")
-    if row["ability"] == "math_critic" and (not steps or truth not in range(-1, steps)):
+    if row["ability"] != "math_critic":
+        return
+    steps = (row["extra_info"] or {}).get("total_steps")
+    try:
+        count = whole_number(steps)
+    except (TypeError, ValueError):  # for example None
+        count = 0
+    if count < 1 or truth not in range(-1, count):
         raise ValueError(
-            f"{where}: reward_model.ground_truth is {truth!r}, but extra_info.total_steps is {steps}; "
-            "the ground truth must be between -1 and total_steps - 1"
+            f"{where}: reward_model.ground_truth is {truth!r}, but extra_info.total_steps is {steps!r}; the "
+            "ground truth must be between -1 and total_steps - 1, and total_steps must be a whole number"
         )
 
 

@@ -1557,7 +1557,16 @@ def test_verl_takes_means_of_the_scores_of_critiques():
 
 
 @pytest.mark.parametrize(
-    ("truth", "extra_info"), [(1, {}), (1, None), (None, {"total_steps": 3}), (3, {"total_steps": 3})]
+    ("truth", "extra_info"),
+    [
+        (1, {}),
+        (1, None),
+        (None, {"total_steps": 3}),
+        (3, {"total_steps": 3}),
+        (1, {"total_steps": 2.5}),
+        (1, {"total_steps": float("inf")}),
+        (1.5, {"total_steps": 3}),
+    ],
 )
 def test_genrm_score_needs_its_numbers(truth, extra_info):
     row = {"reward_model": {"ground_truth": truth}, "extra_info": extra_info}
@@ -1567,6 +1576,12 @@ def test_genrm_score_needs_its_numbers(truth, extra_info):
     ):
         with pytest.raises(ValueError, match="ground_truth"):
             call()
+
+
+def test_genrm_score_takes_whole_floats():
+    """Pandas turns a column of integers with gaps into floats."""
+    result = scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{0}", 1.0, {"total_steps": 2.0})
+    assert (result["score"], result["gt"], result["pred"]) == (0.5, 1, 0)
 
 
 # --- math-verify --------------------------------------------------------------------------------------------

@@ -187,6 +187,25 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
+def test_the_judge_gets_all_messages_of_a_row(bench, tmp_path):
+    rows = pq.read_table(bench).to_pylist()
+    system = {"role": "system", "content": "You are a strict grader."}
+    for row in rows[1:]:
+        row["prompt"] = [system, *row["prompt"]]
+    rows[1]["prompt"][0] = system | {"name": "x"}  # Parquet gives all other messages a name, too: None.
+    path = tmp_path / "with_system.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    judge = Judge("\\boxed{-1}")
+    judged = run(judge, Config(data=path, router_address="", out=tmp_path / "c.parquet", n=1))
+    users = [{"role": "user", "content": row["prompt"][-1]["content"]} for row in rows]
+    expected = [[users[0]], *([system, user] for user in users[1:])]
+    sent = [request["messages"] for request in judge.requests]
+    assert sorted(map(json.dumps, sent)) == sorted(map(json.dumps, expected))
+    assert [len(row["critiques"]) for row in judged] == [1] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
     calls = []
 
@@ -273,6 +292,59 @@ def test_limit_and_bad_files(bench, tmp_path):
     message = "aime25_test.parquet, row 0: ability is 'Math'; judge rows have 'math_critic'"
     with pytest.raises(ValueError, match=message):
         read_judge_rows(tmp_path / "aime25_test.parquet")
+    row = pq.read_table(bench).to_pylist()[0]
+    path = tmp_path / "rows.jsonl"
+    for prompt in ("Is it right?", [], ["Is it right?"], [{"role": "user"}], [{"content": "Is it right?"}]):
+        path.write_text(json.dumps(row | {"prompt": prompt}))
+        with pytest.raises(ValueError, match="rows.jsonl, row 0: prompt is .*; it must be a list of messages"):
+            read_judge_rows(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="rows.jsonl: the file has no rows"):
+        read_judge_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "problem"),
+    [
+        ("n", 0, "must be at least 1"),
+        ("n", -2, "must be at least 1"),
+        ("limit", 0, "must be at least 1"),
+        ("limit", -1, "must be at least 1"),
+        ("max-tokens", 0, "must be at least 1"),
+        ("concurrency", 0, "must be at least 1"),
+        ("timeout-s", 0.0, "must be above 0"),
+        ("temperature", -0.1, "must be a finite number of at least 0"),
+        ("temperature", math.nan, "must be a finite number of at least 0"),
+        ("top-p", 0.0, "must be above 0 and at most 1"),
+        ("top-p", 1.5, "must be above 0 and at most 1"),
+    ],
+)
+def test_settings_that_measure_nothing_are_refused(bench, tmp_path, monkeypatch, capsys, flag, value, problem):
+    out = tmp_path / "c.parquet"
+    out.write_text("an earlier result")
+    arguments = ["--data", bench, "--out", out, "--router-address", "127.0.0.1:1", f"--{flag}={value}"]
+    monkeypatch.setattr(sys, "argv", ["evaluate_genrm.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        evaluate_genrm.main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: --{flag} {value}: {problem}\n")
+    assert out.read_text() == "an earlier result"
+
+
+def test_whole_numbers_may_be_floats(bench, tmp_path):
+    """Pandas turns a column with gaps into floats."""
+    row = pq.read_table(bench).to_pylist()[1]
+    path = tmp_path / "rows.jsonl"
+    row["extra_info"]["total_steps"] = 3.0
+    row["reward_model"]["ground_truth"] = 1.0
+    path.write_text(json.dumps(row))
+    (read,) = read_judge_rows(path)
+    (same,) = read_judge_rows(bench, 2)[1:]
+    assert evaluate_genrm.names_of(read, 2) == evaluate_genrm.names_of(same, 2)
+    for steps in (2.5, math.nan, math.inf, "many", None):
+        row["extra_info"]["total_steps"] = steps
+        path.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match="row 0: .*extra_info.total_steps is"):
+            read_judge_rows(path)
 
 
 @pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, json_object, listed_models, served_models
-from reward_worker import fingerprints
+from reward_worker import fingerprints, flag
 from run_folder import command_line, one_line_errors
 from score_file import score_the_rest, scored_before
 
@@ -60,6 +60,20 @@ class Config:
     concurrency: int = 256  # Maximum number of concurrent requests.
     timeout_s: float = 3600.0  # Time limit for one critique with all attempts and queueing, in seconds.
     limit: int | None = None  # Number of rows to use, from the start of the file. Default: all rows.
+
+
+    def check(self) -> None:
+        """Raise ValueError if a setting is invalid."""
+        for name in ("n", "limit", "max_tokens", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{flag(name)} {value}: must be at least 1")
+        if not self.timeout_s > 0:
+            raise ValueError(f"--timeout-s {self.timeout_s}: must be above 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature {self.temperature}: must be a finite number of at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1")
 
 
 ANSWERED = ("ok", "truncated")  # Any other status is a failed request, which the next run repeats.
@@ -154,9 +168,9 @@ def report(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-async def ask_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address, chat):
+async def ask_judge(data_source, solution_str, ground_truth, extra_info, prompt, reward_router_address, chat):
     """Request one critique as a reward function does. The score is 1 if the index is correct, else 0."""
-    status, text, tokens = await scores.chat(solution_str, reward_router_address, **chat)
+    status, text, tokens = await scores.chat(prompt, reward_router_address, **chat)
     index = None
     if status == "ok":
         index = scores.parse_critique(text, extra_info["total_steps"])
@@ -175,11 +189,28 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
                              "'math_critic' (see prepare_data.py)")  # fmt: skip
         validate_row(row, f"{path}, row {number}")
         extra = row["extra_info"]
+        row["prompt"] = messages_of(row["prompt"], f"{path}, row {number}")
         row["response"] = row["prompt"][0]["content"]
-        row["label"] = row["reward_model"]["ground_truth"]
+        if len(row["prompt"]) > 1:
+            row["response"] = json.dumps(row["prompt"])
+        row["label"] = scores.whole_number(row["reward_model"]["ground_truth"])
         row["subset"] = extra.get("subset") or row["data_source"]
         row["final_answer_correct"] = extra.get("final_answer_correct") is not False
     return rows
+
+
+def messages_of(prompt, where: str) -> list[dict]:
+    """Return the messages of a prompt for a request. Raises ValueError if these are no texts."""
+    messages = []
+    try:
+        for message in prompt:  # Parquet adds the keys of other messages, with the value None.
+            messages.append({"role": message["role"], "content": message["content"]})
+    except (TypeError, KeyError):
+        messages = []
+    if not messages or not all(isinstance(message["content"], str) for message in messages):
+        raise ValueError(f"{where}: prompt is {prompt!r:.60}; it must be a list of messages, each with the "
+                         "keys role and content (a text)")  # fmt: skip
+    return messages
 
 
 def model_name(config: Config) -> str:
@@ -248,6 +279,7 @@ def names_of(row: dict, n: int) -> list[str]:
 def main() -> None:
     config = command_line(Config, __doc__, markers=[tyro.conf.DisallowNone])
     with one_line_errors("interrupted; run the same command again to resume\n"):
+        config.check()
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         pq.write_table(pa.Table.from_pylist(judged), config.out)
     text = report(judged)
