@@ -793,8 +793,8 @@ async def chat(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     messages = []
+    # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
     for message in prompt:
-        # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
         content = message["content"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         messages.append(message | {"content": content})
     body = {

@@ -714,10 +714,8 @@ def connect_ray() -> bool:
             address = "local"
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # The version of Ray or Python, or the key, may differ.
-        text = f"Ray: cannot join the cluster at {address} ({error_line(error):.300})"
-        text += "; set RAY_ADDRESS=local to start a private cluster"
-        raise RuntimeError(" ".join(text.split())) from error
+    except Exception as error:
+        raise RuntimeError(ray_failure(address, error_line(error))) from error
     where = f"joined the cluster at {address} (set RAY_ADDRESS=local for a private cluster)"
     if address == "local":
         where = "started a cluster for this run"
@@ -726,6 +724,24 @@ def connect_ray() -> bool:
     print(f"Ray: {where}, with {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs; the output of "
           f"reward functions is in {logs}", flush=True)  # fmt: skip
     return address == "local"
+
+
+def ray_failure(address: str, error: str) -> str:
+    """Return why Ray could not be used at this address and what to do, in one line."""
+    error = " ".join(error.split())
+    if "AF_UNIX path length" in error:  # Batch systems set TMPDIR to a long path.
+        problem = "its folder for temporary files has a path that is too long for sockets"
+        remedy = "set RAY_TMPDIR to a short path, such as /tmp (by default, Ray uses TMPDIR)"
+    elif address == "local" and "timed out during startup" in error:
+        problem = "it did not start within its time limit of 30 s"
+        remedy = "the machine is probably busy: start again when it has a free CPU core"
+    elif address == "local":
+        problem = "it cannot start a cluster on this machine"
+        remedy = "see the logs in /tmp/ray/session_latest/logs (or in RAY_TMPDIR or TMPDIR)"
+    else:  # The version of Ray or Python, or the key, may differ.
+        problem = f"cannot join the cluster at {address}"
+        remedy = "set RAY_ADDRESS=local to start a private cluster"
+    return f"Ray: {problem} ({error:.300}); {remedy}"
 
 
 def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False, overlong=None):

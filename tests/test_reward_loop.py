@@ -1284,6 +1284,50 @@ def test_a_ray_that_was_killed_holds_nobody_up():
         assert time.monotonic() - begun < 90  # Ray itself gives up only after minutes
 
 
+@pytest.mark.parametrize(
+    ("address", "error", "problem", "remedy"),
+    [
+        (
+            "local",
+            "validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /scratch/job",
+            "Ray: its folder for temporary files has a path that is too long for sockets (OSError: validate",
+            "; set RAY_TMPDIR to a short path, such as /tmp (by default, Ray uses TMPDIR)",
+        ),
+        (
+            "local",
+            "The current node timed out during startup. This could happen because\nsome of the raylet failed",
+            "Ray: it did not start within its time limit of 30 s (OSError: The current node timed out",
+            "; the machine is probably busy: start again when it has a free CPU core",
+        ),
+        (
+            "local",
+            "No space left on device",
+            "Ray: it cannot start a cluster on this machine (OSError: No space left on device",
+            "; see the logs in /tmp/ray/session_latest/logs (or in RAY_TMPDIR or TMPDIR)",
+        ),
+        (
+            "10.0.0.1:6379",
+            "Version mismatch",
+            "Ray: cannot join the cluster at 10.0.0.1:6379 (OSError: Version mismatch",
+            "; set RAY_ADDRESS=local to start a private cluster",
+        ),
+    ],
+)
+def test_why_ray_cannot_be_used_and_what_to_do(monkeypatch, address, error, problem, remedy):
+    import ray
+
+    def fails(*_, **settings):
+        raise OSError(error)
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(RuntimeError) as refused:
+        reward_loop.connect_ray()
+    text = str(refused.value)
+    assert text.startswith(problem) and text.endswith(remedy) and "\n" not in text
+
+
 @pytest.mark.slow
 def test_ray_is_shut_down_under_the_manager():
     said = run_script(
