@@ -107,10 +107,15 @@ def resolve_config(config: Config) -> Config:
     )
     path = Path(config.model).expanduser()
     if path.exists():
-        config.model = str(path.absolute())  # Not resolve(): links may point elsewhere on other nodes.
+        config.model = str(path.absolute())  # with its links, which may point elsewhere on other nodes
     if config.device == "auto":
         config.device = choose_device()
     return config
+
+
+def without_links(model: str) -> str:
+    """Follow the links of a path once, so that a link that is changed later does not change the model."""
+    return os.path.realpath(model) if os.path.exists(model) else model
 
 
 def choose_device() -> str:
@@ -240,6 +245,7 @@ class ModelServers:
         self.model_files = {}  # host -> the result of model_state at the first start there
         n = config.num_servers
         if not servers:
+            config.model = without_links(config.model)
             servers = [VllmServer(config, i, i, n, gpus_of_server(config, i)) for i in range(n)]
         self.slots = []
         for i, server in enumerate(servers):
@@ -618,8 +624,6 @@ class VllmServer(Process):
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         self.model = config.model
-        if os.path.exists(config.model):  # A link that is changed later must not change the model.
-            self.model = os.path.realpath(config.model)
         self.host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # Ray may restart the actor on another node.
             import ray

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genrm_server import Config, ModelServers, VllmServer, resolve_config
+from genrm_server import Config, ModelServers, VllmServer, resolve_config, without_links
 
 # Each process reserves less than one CPU in Ray, so that a laptop has room for all of them.
 RANK_CPUS = 0.25
@@ -252,6 +252,8 @@ class RewardModelManager:
             if has_several_nodes and config.host in ("127.0.0.1", "0.0.0.0"):
                 config = replace(config, host=ray.util.get_node_ip_address())
             config = resolve_config(config)
+            if not has_several_nodes:
+                config.model = without_links(config.model)
             configs[name] = replace(config, log_dir=config.log_dir / name)
             specs[name] = server_spec(config)
         try:
