@@ -44,7 +44,10 @@ from algorithm import set_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import batch_metrics, no_verdict_rate, one_line_errors, validation_metrics
+from run_folder import batch_metrics, one_line_errors, validation_metrics, verdict_counts
+
+# With fewer samples that need a verdict, one lost verdict says little about the judge.
+MIN_VERDICTS = 20
 
 # ---- the algorithm
 
@@ -274,6 +277,11 @@ def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[li
     return groups
 
 
+def ended_samples(groups: list[list[Sample]]) -> list[Sample]:
+    """Return the samples whose rollout has not failed."""
+    return list(chain(*without_failures(groups)))
+
+
 def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
     """Return the groups without failed rollouts, and drop groups that are then empty."""
     ended = [[sample for sample in group if not sample.failure] for group in groups]
@@ -288,27 +296,55 @@ def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]])
     batch.groups += groups
     is_first = batch.step == 1 and batch.rounds == 1
     config = run.config
-    groups = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
-    check_verdicts(run, batch, "train")
-    return groups
+    groups_to_train = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
+    check_failures(run, batch, "train")
+    check_verdicts(run, batch, groups, "train")
+    return groups_to_train
 
 
-def check_verdicts(run: Run, batch: Batch, split: str) -> None:
-    """Raise RuntimeError if too many samples have no verdict."""
+def check_failures(run: Run, batch: Batch, split: str) -> None:
+    """Raise RuntimeError if too many rollouts of this batch have failed."""
     samples = list(chain(*batch.groups))
-    limit = run.config.max_no_verdict_rate
-    rate = no_verdict_rate([sample.result for sample in samples])
-    if rate > limit or all(sample.failure for sample in samples):
-        run.log.samples(batch.step, split, batch.groups, run.decode)  # for diagnosis
+    failed = [sample for sample in samples if sample.failure]
+    rate = len(failed) / len(samples)
+    if rate > run.config.max_no_verdict_rate or rate == 1:
+        stop(run, batch, split, failed[0], f"{rate:.0%} of the rollouts have failed",
+             "fix the rollout function, because failed rollouts get no reward")  # fmt: skip
+
+
+def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: str) -> None:
+    """Raise RuntimeError if too many of the samples that needed a verdict have none.
+
+    One lost verdict must not stop a run in which few samples need one. So the rate divides by at least
+    MIN_VERDICTS (or by all samples, if there are fewer), and a step with few samples that need a verdict
+    counts together with the steps before it. `groups` are the groups that were not checked before.
+    """
+    recent = run.recent_verdicts[split]
+    if recent["needed"] >= MIN_VERDICTS:
+        recent.clear()
+    recent.update(verdict_counts(sample.result for sample in ended_samples(groups)))
+    samples = ended_samples(batch.groups)
+    of_batch = verdict_counts(sample.result for sample in samples)
+    rate = max(missing_rate(of_batch), missing_rate(recent))
+    if of_batch["missing"] and rate > run.config.max_no_verdict_rate:
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
-        what = "check the reward function and the reward model"
-        if first.failure:
-            what = "fix the rollout function, because failed rollouts get no reward"
-        raise RuntimeError(
-            f"step {batch.step}: {rate:.0%} of the samples that needed a verdict have none "
-            f"(--max-no-verdict-rate {limit:g}); {what}. The first such sample has the "
-            f"status \"{first.result['status']}\": {first.result['reward_extra_info']}"
-        )
+        stop(run, batch, split, first, f"{rate:.0%} of the samples that needed a verdict have none",
+             "check the reward function and the reward model")  # fmt: skip
+
+
+def missing_rate(counts: Counter) -> float:
+    """Return the rate of `check_verdicts`."""
+    return counts["missing"] / max(counts["needed"], min(counts["samples"], MIN_VERDICTS), 1)
+
+
+def stop(run: Run, batch: Batch, split: str, sample: Sample, complaint: str, remedy: str) -> None:
+    """Write the samples of a batch for diagnosis, and raise RuntimeError. `sample` is the first bad sample."""
+    run.log.samples(batch.step, split, batch.groups, run.decode)
+    raise RuntimeError(
+        f"step {batch.step}: {complaint} (--max-no-verdict-rate {run.config.max_no_verdict_rate:g}); "
+        f"{remedy}. The first such sample has the status \"{sample.result['status']}\": "
+        f"{sample.result['reward_extra_info']}"
+    )
 
 
 # ---- evaluation
@@ -330,7 +366,8 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
     batch = Batch(run.step, temperature, run.config.val_top_p)
     rollouts = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
     batch.groups = await_rewards(run, batch, rollouts)
-    check_verdicts(run, batch, "val")
+    check_failures(run, batch, "val")
+    check_verdicts(run, batch, batch.groups, "val")
     return batch.groups
 
 

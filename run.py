@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,6 +73,8 @@ class Run:
         self.num_restarts = 0
         self.num_updates = 0  # optimizer steps taken by the end of the latest step
         self.num_evaluations = 0  # since this process started
+        # For each split, the counts of run_folder.verdict_counts since the rate was last complete.
+        self.recent_verdicts = defaultdict(Counter)
         self.lock = check_folder(config)  # No other run may use the directory now.
         try:
             self.find_checkpoint()

@@ -679,22 +679,29 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def no_verdict_rate(results, at_least: int = 1) -> float:
-    """Return the fraction of results without a score among all results that needed a verdict.
+def verdict_counts(results) -> Counter:
+    """Count the results (`samples`), those that needed a verdict (`needed`) and those without (`missing`).
 
-    The divisor is at least `at_least`. A sample with a score needed no verdict if its `genrm_status` is
-    "skipped", or if it has another status and a wrong answer.
+    A sample with a score needed no verdict if its `genrm_status` is "skipped", or if it has another status
+    and a wrong answer.
     """
-    missing = needed = 0
+    counts = Counter(samples=0, needed=0, missing=0)
     for result in results:
         info = result["reward_extra_info"]
         judged = info.get("genrm_status")
-        if result["reward_score"] is None:
-            missing += 1
-            needed += 1
-        elif not judged or judged != "skipped" and info.get("acc") is not False:
-            needed += 1
-    return missing / max(needed, at_least)
+        is_missing = result["reward_score"] is None
+        is_needed = is_missing or not judged or judged != "skipped" and info.get("acc") is not False
+        counts.update(samples=1, needed=is_needed, missing=is_missing)
+    return counts
+
+
+def no_verdict_rate(results, at_least: int = 1) -> float:
+    """Return the fraction of results without a score among all results that needed a verdict.
+
+    The divisor is at least `at_least`.
+    """
+    counts = verdict_counts(results)
+    return counts["missing"] / max(counts["needed"], at_least)
 
 
 # ---- the end of a script

@@ -95,7 +95,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # When to score samples: each sample when its rollout ends (standalone), or all samples after the last
     # rollout, so that --genrm can sleep during rollouts (colocate).
     reward_mode: Literal["standalone", "colocate"] = "standalone"
-    # Stop the run if more than this fraction of the samples that need a verdict have none.
+    # Stop the run if more than this fraction of a step's or evaluation's rollouts have failed, or of the
+    # samples that need a verdict have none. The latter rate divides by at least 20, or by all samples.
     max_no_verdict_rate: float = 0.5
 
     # Where to sample rollouts: in the trainer's process (hf) or on vLLM servers (vllm); auto chooses hf on a

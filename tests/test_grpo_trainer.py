@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import huggingface_hub
@@ -76,6 +77,69 @@ def test_a_group_teaches_where_scores_differ():
     # Without dynamic sampling, the policy learns to write shorter responses.
     assert algorithm.set_advantages([late], config_of(), decode) == [late]
     assert late[0].advantage > 0 > late[1].advantage
+
+
+def judged(kind):
+    """Return a sample that was judged (or not), or whose rollout failed."""
+    info = {"genrm_status": "skipped", "acc": False}
+    score, status = -1.0, "ok"
+    if kind == "right":
+        score, info = 1.0, {"genrm_status": "ok", "acc": True}
+    elif kind == "down":
+        score, info, status = None, {"genrm_status": "timeout", "acc": True}, "no_verdict"
+    elif kind == "failed":
+        score, info, status = None, {"error": "LookupError: no such shop"}, "error"
+    result = {"reward_score": score, "reward_extra_info": info, "status": status}
+    return Sample({}, [5], [6], result=result, failure="error" * (kind == "failed"))
+
+
+DOWN = {"down": 4, "wrong": 4}  # a step of 8 samples without a judge
+
+
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        # A tool that hangs, and a judge that is late once, cost a sample and not the run.
+        ([{"wrong": 23, "failed": 1}], None),
+        ([{"wrong": 63, "failed": 1}], None),
+        ([{"wrong": 127, "down": 1}], None),
+        ([{"wrong": 7, "down": 1}] * 10, None),
+        ([{"right": 12, "failed": 12}], None),  # half is not more than half
+        ([{"right": 11, "failed": 13}], "step 1: 54% of the rollouts have failed .*no such shop"),
+        ([{"failed": 8}], "step 1: 100% of the rollouts have failed"),
+        # Failed rollouts need no verdict.
+        ([{"right": 10, "down": 8, "wrong": 2, "failed": 12}], None),
+        # The judge is down: for all samples that need it, for all samples of small steps, and for few.
+        ([{"wrong": 86, "down": 14}], "step 1: 70% of the samples that needed a verdict have none"),
+        ([{"right": 40}, {"down": 21, "right": 20}], "step 2: 51% of the samples that needed"),
+        ([{"right": 8}, {"down": 8}], "step 2: 100% of the samples that needed"),
+        ([{"right": 8}, DOWN, DOWN, DOWN], "step 4: 60% of the samples that needed"),
+        ([{"right": 20}] + [{"wrong": 7, "down": 1}] * 11, "step 12: 55% of the samples that needed"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, monkeypatch):
+    """Neither does an evaluation, which counts apart from training."""
+    log = SimpleNamespace(samples=lambda *arguments: None)
+    config = config_of(max_no_verdict_rate=0.5)
+    run = SimpleNamespace(config=config, decode=decode, log=log, recent_verdicts=defaultdict(Counter))
+    run.val_rows = []
+    monkeypatch.setattr(grpo_trainer, "roll_out", lambda *arguments: None)
+    monkeypatch.setattr(grpo_trainer, "await_rewards", lambda *arguments: groups)
+    stopped = None
+    for step, kinds in enumerate(steps, 1):
+        run.step = step
+        groups = [[judged(kind) for kind, count in kinds.items() for _ in range(count)]]
+        try:
+            if split == "train":
+                grpo_trainer.compute_group_advantages(run, grpo_trainer.Batch(step, 1.0), groups)
+            else:
+                grpo_trainer.sample_validation(run, 1.0)
+        except RuntimeError as error:
+            stopped = str(error)
+            break
+    assert step == len(steps) and bool(stopped) == bool(message), stopped
+    assert not message or re.match(message, stopped), stopped
 
 
 # --------------------------------------------------------------------------------------------------------
