@@ -378,12 +378,14 @@ class RewardLoopManager:
     def submit_group(self, samples: list[dict]) -> list[Future]:
         """Accept all samples of one prompt and return the futures of their results.
 
-        A function with `solution_strs` is called once for the group, any other function once per sample.
+        A function with `solution_strs` is called once for the group, any other function once per sample. If a
+        response is not a text, the function is not called, and the call fails.
         """
         if not self.job.sees_group and len(samples) > 1:
             return [self.submit(sample) for sample in samples]
         row, lengths = samples[0], {}
         try:
+            texts = [text_of(sample["response"]) for sample in samples]
             info = dict(row.get("extra_info") or {})
             if "step" in row:
                 info["step"] = row["step"]
@@ -398,11 +400,11 @@ class RewardLoopManager:
                 if is_needed or key in row:
                     arguments[key] = row[key]
             if self.job.sees_group:  # Values that differ within the group are passed as lists.
-                arguments["solution_strs"] = [sample["response"] for sample in samples]
+                arguments["solution_strs"] = texts
                 for key in {"response_length", "turns"} & arguments.keys():
                     arguments[key] = [sample[key] for sample in samples]
             else:
-                arguments["solution_str"] = row["response"]
+                arguments["solution_str"] = texts[0]
             for sample in samples:
                 lengths[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
@@ -411,7 +413,12 @@ class RewardLoopManager:
         self._unfinished.add(call)
         if self._closed:  # An earlier check could miss a manager that is closing.
             raise RuntimeError(self._closed)
-        self._enqueue(call)
+        if None in texts:
+            response = samples[texts.index(None)]["response"]
+            message = f"column response: {response!r:.80} is not a text; pass one string per row"
+            self._loop.call_soon_threadsafe(self._finish, call, failure("error", message), 0.0)
+        else:
+            self._enqueue(call)
         return list(lengths)
 
     async def score_one(self, sample: dict) -> dict:
@@ -685,6 +692,15 @@ def changes_between(before, now: dict) -> list[str]:
         if model and now["models"].get(name) not in (None, model):
             changed.append(f"the model {name}")
     return changed
+
+
+def text_of(response) -> str | None:
+    """Return the text of a response, which may be a list with a single text or message, or None."""
+    if isinstance(response, list) and len(response) == 1:
+        response = response[0]
+        if isinstance(response, dict):
+            response = response.get("content")
+    return response if isinstance(response, str) else None
 
 
 def start_error(error: Exception) -> RuntimeError:

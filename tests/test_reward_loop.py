@@ -604,6 +604,27 @@ def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
 # ---- calls for single samples
 
 
+def test_a_response_that_is_not_a_text_is_an_error_and_not_a_wrong_answer(start, caplog):
+    """Data sets store one text, one message, or several of either in this column."""
+    manager = start("compute_score.py:compute_score")
+    right = "\\boxed{1}"
+    message = {"role": "assistant", "content": right}
+    texts = [right, [right], [message]]
+    others = [[right, right], [message, message], [], None, 1, message, [{"content": [right]}], [[right]]]
+    results = manager.score_batch([sample(response) for response in texts + others])
+    assert [result["status"] for result in results] == ["ok"] * 3 + ["error"] * 8
+    assert [result["reward_score"] for result in results] == [1.0] * 3 + [None] * 8
+    said = [result["reward_extra_info"]["error"] for result in results[3:]]
+    assert all("column response: " in text and "one string per row" in text for text in said)
+    assert "column response: ['\\\\boxed{1}'" in caplog.text
+
+    grouped = start(f"{GROUPS}:sync_group")
+    futures = grouped.submit_group([sample("ab"), sample(["dict"])])
+    assert [future.result(60)["reward_score"] for future in futures] == [2.0, 1.0]
+    futures = grouped.submit_group([sample("ab"), sample(["a", "b"])])
+    assert [future.result(60)["status"] for future in futures] == ["error"] * 2
+
+
 def test_score_one_from_many_loops_and_threads(shared):
     manager = shared("async_fault")
     answers = {}
