@@ -845,18 +845,19 @@ def _is_retryable(error):
 async def _complete_chat(address, body):
     """Send one request with a model name and max_tokens that the server accepts, and return the reply."""
     url = f"http://{address}/v1/chat/completions"
-    if "model" in body:
-        return await _json_request("POST", url, json=body)
-    served = await served_model(address)
-    body = body | {"model": served["id"]}
-    context = served.get("max_model_len") or math.inf  # limit of prompt plus answer, in tokens
-    # Without max_tokens, the answer may fill the rest of the context.
-    if body.get("max_tokens", 0) >= context:
-        del body["max_tokens"]
+    served, context = None, 0
+    body = dict(body)
+    if "model" not in body:
+        served = await served_model(address)
+        body["model"] = served["id"]
+        context = served.get("max_model_len") or math.inf  # limit of prompt plus answer, in tokens
+        # Without max_tokens, the answer may fill the rest of the context.
+        if body.get("max_tokens", 0) >= context:
+            del body["max_tokens"]
     try:
         return await _json_request("POST", url, json=body)
     except (aiohttp.ClientResponseError, ReplyError) as error:
-        if error.status == 404:  # Another model may now be served at this address.
+        if error.status == 404 and served:  # Another model may now be served at this address.
             renamed = await served_model(address, outdated=served)
             if renamed["id"] == served["id"]:
                 raise

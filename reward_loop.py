@@ -243,6 +243,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 
     models = {}
     if addresses:
+        for key in ("genrm_model", "genrm_max_tokens"):  # RewardLoopManager may replace these values.
+            if key in takes and isinstance(takes[key].default, int | None):
+                settings.setdefault(key, takes[key].default)
         models = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):  # **settings
             models = {key: value for key, value in models.items() if key in takes}
@@ -328,6 +331,9 @@ class RewardLoopManager:
         if addresses and not options.max_in_flight:
             address = next(iter(addresses.values()))
             self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address)
+        if addresses and not reward_models:  # Models that a run starts have one name.
+            chosen = chosen_model(next(iter(addresses.values())), self.job.kwargs)
+            self.job = dataclasses.replace(self.job, kwargs=self.job.kwargs | chosen)
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
         self._unfinished = set()  # calls that have no result yet
@@ -692,6 +698,31 @@ def changes_between(before, now: dict) -> list[str]:
         if model and now["models"].get(name) not in (None, model):
             changed.append(f"the model {name}")
     return changed
+
+
+def chosen_model(address: str, settings: dict) -> dict:
+    """Return the reward function's settings that name the model at this address, if they leave it open.
+
+    All workers then name this model in every request, so that the judge cannot change during the run. If
+    there is no response, the workers ask for the name themselves. Raises ValueError if there are several
+    models.
+    """
+    if settings.get("genrm_model", "") is not None:  # The user chose the model, or the function takes none.
+        return {}
+    try:
+        models = {model["id"]: model for model in listed_models(address)}
+        names = sorted(models)
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return {}
+    if len(names) > 1:
+        kwargs = json.dumps({"genrm_model": names[0]})
+        raise ValueError(f"--router-address {address}: serves several models ({', '.join(names)}); choose "
+                         f"one with --reward-kwargs '{kwargs}'")  # fmt: skip
+    chosen = {"genrm_model": name for name in names}
+    context = models[names[0]].get("max_model_len")
+    if context and (settings.get("genrm_max_tokens") or 0) >= context:
+        chosen["genrm_max_tokens"] = None  # Without a limit, the answer may fill the rest of the context.
+    return chosen
 
 
 def text_of(response) -> str | None:

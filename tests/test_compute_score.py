@@ -1286,6 +1286,13 @@ def test_a_judge_with_a_small_context_answers_as_far_as_its_context_goes(max_tok
     assert [request.get("max_tokens") for request in judge.requests] == sent
 
 
+def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_too():
+    judge = RenamedJudge("\\boxed{1}")
+    result = score_with(judge, genrm_model="judge_v1", genrm_max_tokens=80)
+    assert (result["score"], result["genrm_status"]) == (0.0, "ok")
+    assert [request.get("max_tokens") for request in judge.requests] == [80, None]
+
+
 def test_a_prompt_that_no_context_holds_is_a_failure():
     judge = RenamedJudge("\\boxed{1}")
     judge.prompt_tokens = 200

@@ -1067,6 +1067,35 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path, 
     assert start(write_function(tmp_path, ASK), router_address=("h:1",), max_in_flight=7).max_in_flight == 7
 
 
+def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
+    """Otherwise, another model that the address serves later could judge the rest of the run."""
+    names = ["judge"]
+
+    async def judge(request):
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": name, "max_model_len": 4096} for name in names]})
+        return await critic(request)
+
+    server = serve(judge)
+    options = dict(function=f"{ROOT}/compute_score.py:compute_score_fapo", router_address=(server.address,))
+    manager = start(**options, num_workers=2)
+    names[:] = ["zeta", "alpha"]
+    results = manager.score_batch([sample(f"{number}\n\n\\boxed{{1}}") for number in range(6)])
+    assert {result["status"] for result in results} == {"ok"}
+    assert [request["model"] for request in server.requests] == ["judge"] * 6
+    assert not any("max_tokens" in request for request in server.requests)  # the default exceeds the context
+    assert server.paths.count("/v1/models") == 1
+
+    message = r"serves several models \(alpha, zeta\); choose one .*'{\"genrm_model\": \"alpha\"}'"
+    with pytest.raises(ValueError, match=message):
+        start(**options)
+    server.requests.clear()
+    manager = start(**options, reward_kwargs={"genrm_model": "zeta", "genrm_max_tokens": 9})
+    assert manager.score_batch([sample("\\boxed{1}")])[0]["status"] == "ok"
+    assert [(request["model"], request["max_tokens"]) for request in server.requests] == [("zeta", 9)]
+    assert server.paths.count("/v1/models") == 2
+
+
 @pytest.mark.slow
 def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
     async def judge(request):
