@@ -98,20 +98,22 @@ def fingerprints(function_file: str) -> dict[str, str]:
 
 
 def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
-    """Return the files that `import a.b.c` may execute in the first folder that contains `a`."""
+    """Return the files that `import a.b.c` may execute. Some of them may not exist."""
     for folder in folders:
-        if folder.joinpath(parts[0]).is_dir() or folder.joinpath(parts[0] + ".py").is_file():
-            files = []
-            for count in range(1, len(parts) + 1):
-                path = folder.joinpath(*parts[:count])
-                files += [path / "__init__.py", path.with_name(path.name + ".py")]
-            return files
-    return []
+        if folder.joinpath(parts[0], "__init__.py").is_file() or folder.joinpath(parts[0] + ".py").is_file():
+            folders = [folder]  # Folders without __init__.py matter only if no folder has a real `a`.
+            break
+    files = []
+    for folder in folders:
+        for count in range(1, len(parts) + 1):
+            path = folder.joinpath(*parts[:count])
+            files += [path / "__init__.py", path.with_name(path.name + ".py")]
+    return files
 
 
-def check_files(job: Job):
-    """Raise FileChanged if a file of the function has changed since the run began."""
-    for file, digest in job.files.items():
+def check_files(files: dict[str, str]):
+    """Raise FileChanged if one of these files, {path: SHA-256}, has changed since the run began."""
+    for file, digest in files.items():
         path = Path(file)
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise FileChanged(f"{file} has changed since the run began; restore the file or start a new run")
@@ -219,10 +221,14 @@ class Scorer:
 
     def __init__(self, job: Job):
         self.file = job.function.rpartition(":")[0]
-        self.is_spent = False  # True after a SystemExit, which leaves the event loop unusable
-        check_files(job)
+        self.is_spent = False  # True if this process must not score any more samples
+        check_files(job.files)
         self.function = partial(load_function(job.function), **job.kwargs)
-        check_files(job)  # Files may have changed during a long import.
+        check_files(job.files)  # Files may have changed during a long import.
+        self.unchecked = job.files  # Calls may import these files later.
+        self.num_modules = 0
+        self.changed = ""  # which of these files had changed before its import
+        self.check_imports()
         if job.tokenizer:
             from transformers import AutoTokenizer
             tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
@@ -230,11 +236,30 @@ class Scorer:
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
             self.function = partial(self.function, reward_model_tokenizer=tokenizer)
 
+    def check_imports(self):
+        """Raise FileChanged if this process has imported a file that had changed since the run began."""
+        if len(sys.modules) != self.num_modules:
+            self.num_modules = len(sys.modules)
+            modules = sys.modules.copy().values()  # A lazy module may raise any error for an attribute.
+            paths = [str(getattr(module, "__dict__", {}).get("__file__")) for module in modules]
+            loaded = {*paths, *map(os.path.realpath, paths)}
+            new = {file: digest for file, digest in self.unchecked.items() if file in loaded}
+            self.unchecked = {file: digest for file, digest in self.unchecked.items() if file not in new}
+            try:
+                check_files(new)
+            except FileChanged as error:
+                self.changed = str(error)
+        if self.changed:
+            self.is_spent = True
+            raise FileChanged(self.changed)
+
     async def score(self, payload: bytes) -> bytes:
         """Call an async function once. Catch even SystemExit, which would otherwise end the worker."""
         try:
             arguments = pickle.loads(payload)  # This is safe because our own manager pickled the data.
-            return as_result(await self.function(**arguments), arguments.get("solution_strs"))
+            value = await self.function(**arguments)
+            self.check_imports()
+            return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", error_line(error, self.file), is_retryable(error))
 
@@ -249,6 +274,7 @@ class Scorer:
                 except (SystemExit, KeyboardInterrupt):
                     self.is_spent = True  # The event loop would raise the error again.
                     raise
+            self.check_imports()
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
             return failure("error", error_line(error, self.file), is_retryable(error))
@@ -396,7 +422,7 @@ class Grader(threading.Thread):
         its.close()
         complaint = json.loads(self.ask(-1, json.dumps(vars(self.worker.job)).encode(), START_S))
         if complaint:
-            check_files(self.worker.job)
+            check_files(self.worker.job.files)
             raise ValueError(complaint)
 
     def ask(self, number: int, message: bytes, timeout: float) -> bytes:

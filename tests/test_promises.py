@@ -40,6 +40,7 @@ KEPT_BY = {
     ),
     "All samples of a run are scored by the same version of the reward function.": (
         "test_reward_loop.test_a_run_scores_with_one_version_of_its_function",
+        "test_reward_loop.test_a_file_that_a_call_imports_after_an_edit_scores_nothing",
         "test_score_file.test_resume_takes_the_same_data_and_settings_only_and_can_end",
         "test_score_file.test_resume_notices_another_judge_behind_the_address",
     ),

@@ -895,6 +895,47 @@ def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, 
         assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
 
 
+LATER = """
+{kind}def rule(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "unloaded":
+        return 0.0
+    import decimal, rules_of_later
+    return rules_of_later.WEIGHT
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_a_file_that_a_call_imports_after_an_edit_scores_nothing(start, tmp_path, kind):
+    (tmp_path / "rules_of_later.py").write_text("WEIGHT = 1.0\n")
+    (tmp_path / "rule.py").write_text(LATER.format(kind=kind))
+    early, late = start(f"{tmp_path}/rule.py:rule"), start(f"{tmp_path}/rule.py:rule")
+    assert early.score_batch([sample("x")])[0]["reward_score"] == 1.0
+    assert late.score_batch([sample("unloaded")])[0]["reward_score"] == 0.0
+    (tmp_path / "rules_of_later.py").write_text("WEIGHT = 100.0\n")
+    assert early.score_batch([sample("x")])[0]["reward_score"] == 1.0  # this worker has the old version
+    for text in ("x", "unloaded", "x"):
+        (result,) = late.score_batch([sample(text)])
+        assert result["status"] == "error", result
+        assert "rules_of_later.py has changed since the run began" in result["reward_extra_info"]["error"]
+    (tmp_path / "rules_of_later.py").write_text("WEIGHT = 1.0\n")
+    (result,) = late.score_batch([sample("x")])
+    assert result["reward_score"] == (None if kind else 1.0)  # only another process can load it again
+
+
+def test_the_files_of_a_function_are_those_that_python_would_import(tmp_path):
+    """A folder without __init__.py gives way to a package of the same name, and is a package otherwise."""
+    (tmp_path / "toy").mkdir()  # only data
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/one.py").touch()
+    (tmp_path / "rule.py").write_text("from toy import toy_world\nimport parts.one, json, nothing.there")
+    found = {str(Path(file)) for file in reward_worker.fingerprints(f"{tmp_path}/rule.py")}
+    assert {f"{tmp_path}/rule.py", f"{tmp_path}/parts/one.py", f"{ROOT}/toy/toy_world.py"} <= found
+    assert f"{ROOT}/compute_score.py" in found  # toy_world imports it
+    (tmp_path / "toy/__init__.py").touch()
+    found = set(reward_worker.fingerprints(f"{tmp_path}/rule.py"))
+    assert found == {f"{tmp_path}/{name}" for name in ("rule.py", "parts/one.py", "toy/__init__.py")}
+
+
 NAMESAKES = """
 import compute_score, run_folder
 from cluster import servers
