@@ -369,12 +369,24 @@ class RewardLoopManager:
         where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
         actors = [actor.remote(job, self._key) for _ in range(num_workers)]
-        incarnations = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
-        try:
-            incarnations = ray.get(incarnations, timeout=START_S + WEDGED_S)
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
-            raise start_error(error) from None
-        return list(map(Worker, actors, incarnations))
+        return list(map(Worker, actors, self._incarnations(actors)))
+
+    def _incarnations(self, actors) -> list[str]:
+        """Wait until the workers have loaded the function, and return their incarnations."""
+        calls = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
+        deadline = time.monotonic() + START_S + WEDGED_S
+        while True:
+            try:
+                return self._ray.get(calls, timeout=5.0)
+            except self._ray.exceptions.GetTimeoutError as error:
+                is_late = time.monotonic() > deadline
+                kills = memory_kills(self._ray)  # Ray would restart these workers forever.
+                if len(kills) > GIVE_UP_AFTER or kills and is_late:
+                    raise RuntimeError(f"a reward worker cannot be started: {kills[-1]}") from None
+                if is_late:
+                    raise start_error(error) from None
+            except self._ray.exceptions.RayActorError as error:
+                raise start_error(error) from None
 
     # ---- Called in the threads of callers
     def submit(self, sample: dict) -> Future:
@@ -495,7 +507,7 @@ class RewardLoopManager:
                 with contextlib.suppress(InvalidStateError):  # The future may be cancelled or finished.
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
-            if self._ray.is_initialized():  # Otherwise `kill` would start a new Ray cluster.
+            if self._ray.is_initialized():  # Otherwise there is nothing to kill.
                 with contextlib.suppress(self._ray.exceptions.RayError):  # The worker may have ended already.
                     self._ray.kill(worker.actor)
 
@@ -538,7 +550,7 @@ class RewardLoopManager:
     async def _collect_from(self, worker):
         """Receive the results of one worker, and detect whether the worker dies or hangs."""
         arrived = []
-        while self._ray.is_initialized():  # Otherwise `collect` would start a new Ray cluster.
+        while self._ray.is_initialized():  # Otherwise `collect` would raise an error.
             if worker.ready:
                 warn_after_s, timeout_s = BLOCKED_S, self.job.timeout + WEDGED_S
             else:
@@ -568,6 +580,8 @@ class RewardLoopManager:
                     self._finish(worker.pending.pop(number), result, seconds)
             if worker.incarnation != incarnation:  # The worker has restarted and lost its calls.
                 self._requeue(worker, list(worker.pending))
+                for complaint in memory_kills(self._ray)[-1:]:
+                    self._warn_once(f"a reward worker was restarted: {complaint}")
             worker.incarnation = incarnation
             worker.ready = True
             self._wake.set()
@@ -732,6 +746,21 @@ def text_of(response) -> str | None:
         if isinstance(response, dict):
             response = response.get("content")
     return response if isinstance(response, str) else None
+
+
+def memory_kills(ray) -> list[str]:
+    """Return one complaint about each process of this program that Ray's memory monitor has killed."""
+    complaints = []
+    with contextlib.suppress(AttributeError, ImportError):  # Other versions of Ray may store this elsewhere.
+        from ray.core.generated import common_pb2, gcs_pb2
+        job = ray.get_runtime_context().get_job_id()
+        for row in ray._private.state.state._connect_and_get_accessor().get_worker_table():
+            process = gcs_pb2.WorkerTableData.FromString(row)
+            if process.exit_type == common_pb2.NODE_OUT_OF_MEMORY and process.job_id.hex() == job:
+                report = re.sub(r", ID: \w+", "", process.exit_detail.partition("\n")[0])
+                complaints.append(f"out of memory. Ray reports: {report}; end other programs, or lower "
+                                  "--num-workers and --sync-processes")  # fmt: skip
+    return complaints
 
 
 def start_error(error: Exception) -> RuntimeError:

@@ -1443,6 +1443,25 @@ def test_ray_is_shut_down_under_the_manager():
 
 
 @pytest.mark.slow
+def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
+    """Ray restarts them forever. Here, its memory monitor finds every machine too full."""
+    rule = "async def rule(data_source, solution_str, ground_truth, extra_info): return 1.0"
+    (tmp_path / "rule.py").write_text(f"import time\ntime.sleep(3)\n{rule}\n")
+    code = f"""
+        import reward_loop
+        reward_loop.GIVE_UP_AFTER = 1
+        options = reward_loop.RewardOptions(reward_fn="{tmp_path}/rule.py:rule", num_workers=1)
+        reward_loop.RewardLoopManager(options)
+    """
+    environment = os.environ | {"RAY_memory_usage_threshold": "0.001", "RAY_ADDRESS": "local"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("RuntimeError")]
+    assert "a reward worker cannot be started: out of memory. Ray reports: " in line
+    assert "GB used" in line and "lower --num-workers" in line
+
+
+@pytest.mark.slow
 def test_no_node_with_cpus_is_waited_for(tmp_path):
     from ray.cluster_utils import Cluster
 
