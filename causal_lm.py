@@ -47,10 +47,10 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
         max_positions: The new value of max_position_embeddings; 0 keeps the model's value.
 
     Raises:
-        ValueError: The model is quantised.
+        ValueError: The model is quantised, or its positions would change with max_positions.
     """
     options = dict(dtype=dtype, trust_remote_code=trust_remote_code)
-    config = read_config(source, trust_remote_code).get_text_config()
+    config = read_config(source, trust_remote_code, max_positions).get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # The other implementations ignore the cap.
     if max_positions:
@@ -60,8 +60,8 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     return model
 
 
-def read_config(source: str, trust_remote_code=False):
-    """Read a model's config.json. Raises ValueError if the model is quantised."""
+def read_config(source: str, trust_remote_code=False, max_positions=0):
+    """Read a model's config.json. Raises ValueError in the cases of load_causal_lm."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         quantised = getattr(part, "quantization_config", None)
@@ -69,7 +69,22 @@ def read_config(source: str, trust_remote_code=False):
             method = dict(quantised).get("quant_method", "quantization_config")
             raise ValueError(f"--model {source}: quantised weights ({method}) cannot be trained; pass the "
                              "original model in bf16 or float32")  # fmt: skip
+    stored = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for rope in rotary_embeddings(config):
+        kind = rope["rope_type"]
+        # The ratio of this number to the original one scales all positions, also those of short texts.
+        is_scaled = kind == "longrope" or kind == "yarn" and rope.get("factor") is None
+        if is_scaled and max_positions not in (0, stored):
+            raise ValueError(f"--max-positions {max_positions}: would change every position of {source}, "
+                             f"whose {kind} embedding is scaled by its max_position_embeddings ({stored}); "
+                             "omit --max-positions")  # fmt: skip
     return config
+
+
+def rotary_embeddings(config) -> list[dict]:
+    """Return the parameters of the rotary embeddings: one dict, or one for each type of layer."""
+    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [part for part in (found, *found.values()) if isinstance(part, dict) and "rope_type" in part]
 
 
 def set_dtypes(model, lora_rank: int, device_type: str) -> None:

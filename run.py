@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 import reward_loop
 import reward_worker
 from algorithm import length_penalty_of
-from causal_lm import read_config
+from causal_lm import read_config, rotary_embeddings
 from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import PolicyServers, check_sampling
@@ -148,7 +148,7 @@ class Run:
             )
         replace(config.policy_servers(), model=self.base_model).check()
         trust = config.trust_remote_code
-        self.model_config = read_config(self.base_model, trust)
+        self.model_config = read_config(self.base_model, trust, config.max_positions)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
         except json.JSONDecodeError as error:
@@ -194,9 +194,9 @@ class Run:
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond this length, these models encode every position differently. The log-probabilities of a
         # sample would then depend on the longest sample of its micro-batch.
-        rope = getattr(shape, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+        for rope in rotary_embeddings(shape):
+            if rope["rope_type"] in ("dynamic", "longrope"):
+                limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         if self.max_sequence_length > limit:
             raise ValueError(
                 f"--max-response-length {config.max_response_length}: with the longest prompt, a sequence "

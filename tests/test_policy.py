@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import causal_lm
 import policy as policy_file
@@ -574,6 +574,42 @@ def test_quantised_weights_are_refused_by_name(model, tmp_path):
     message = rf"--model {tmp_path}: quantised weights \(fp8\) cannot be trained; pass"
     with pytest.raises(ValueError, match=message):
         Policy(config_of(), str(tmp_path), CPU)
+
+
+FACTORS = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+@pytest.mark.parametrize("is_kept, rope", [
+    (True, dict(rope_type="default")),
+    (True, dict(rope_type="linear", factor=4.0)),
+    (True, dict(rope_type="dynamic", factor=4.0)),
+    (True, LLAMA3),  # The original number of positions is then that of the model.
+    (True, LLAMA3 | dict(original_max_position_embeddings=64)),
+    (True, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)),
+    (False, dict(rope_type="yarn", factor=None, original_max_position_embeddings=1024)),
+    (False, dict(rope_type="longrope", original_max_position_embeddings=1024) | FACTORS),
+    (False, dict(rope_type="longrope", original_max_position_embeddings=1024, factor=4.0) | FACTORS),
+])  # fmt: skip
+def test_max_positions_changes_no_position_of_a_short_text(is_kept, rope, tmp_path):
+    """The last models compute their scaling from max_position_embeddings. vLLM does so for any longrope."""
+    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=2, vocab_size=120, max_position_embeddings=4096)  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(**shape, initializer_range=0.3, rope_parameters=rope | {"rope_theta": 1e4})
+    ).save_pretrained(tmp_path)
+    ids = torch.arange(5, 105)[None]
+    expected = causal_lm.load_causal_lm(str(tmp_path), torch.float32)(ids).logits
+    for positions in (4096, 2048, 16384):
+        if is_kept or positions == 4096:
+            changed = causal_lm.load_causal_lm(str(tmp_path), torch.float32, max_positions=positions)
+            assert torch.equal(changed(ids).logits, expected)
+            assert changed.config.max_position_embeddings == positions
+        else:
+            message = f"^--max-positions {positions}: would change every position of {tmp_path}, .*; omit"
+            with pytest.raises(ValueError, match=message):
+                causal_lm.read_config(str(tmp_path), max_positions=positions)
 
 
 def test_tokens_that_cannot_come_add_nothing_to_the_entropy(model, monkeypatch):
