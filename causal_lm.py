@@ -14,16 +14,27 @@ tokens in total, n tokens in a chunk, hidden size H, vocabulary size V.
 import contextlib
 import inspect
 import math
+import re
+import unicodedata
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GradientCheckpointingLayer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GradientCheckpointingLayer,
+    PreTrainedTokenizerFast,
+)
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
 
 try:
     import speedups
@@ -32,6 +43,8 @@ except ImportError:  # Without this file, everything is slower, but the results 
 
 # Maximum number of float32 logits at a time. A forward and backward pass keeps five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
+# A text that tokenizers of different kinds split differently.
+PROBE = "It's 10,250 m, or 3 acres:\n\n  def area(x, y):\treturn x * y  # \u00e9t\u00e9 \u6570\u5b66"
 
 
 # ---- loading
@@ -85,6 +98,50 @@ def rotary_embeddings(config) -> list[dict]:
     """Return the parameters of the rotary embeddings: one dict, or one for each type of layer."""
     found = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [part for part in (found, *found.values()) if isinstance(part, dict) and "rope_type" in part]
+
+
+def load_tokenizer(source: str, trust_remote_code=False):
+    """Load a tokenizer that splits text as the model's tokenizer.json does.
+
+    transformers builds the tokenizer of some classes, such as Llama's, from the vocabulary alone. If the
+    folder names such a class, but contains a byte-level tokenizer.json, all spaces would be lost.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    file = cached_file(source, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if not file or not type(tokenizer).__module__.startswith("transformers.models."):
+        return tokenizer  # Code that comes with the model may do as it likes.
+    stored = Tokenizer.from_file(file)
+    stored.no_truncation()
+    stored.no_padding()
+    expected = stored.encode(PROBE, add_special_tokens=False).ids
+    if tokenizer.encode(PROBE, add_special_tokens=False) == expected:
+        return tokenizer
+    print(f"--model {source}: {type(tokenizer).__name__} would split text differently from tokenizer.json, "
+          "so tokenizer.json is used, also in checkpoints", flush=True)  # fmt: skip
+    return PreTrainedTokenizerFast.from_pretrained(source)
+
+
+def check_reading(tokenizer, text: str, ids: list[int]) -> None:
+    """Raise ValueError if the tokens do not stand for the text, apart from special tokens and spelling.
+
+    A tokenizer may normalise text, but a tenth of the words or characters is more than that.
+    """
+    read = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    added = added_tokens(tokenizer)
+    words = added.sub(" ", unicodedata.normalize("NFKC", text)).casefold().split()
+    found = added.sub(" ", unicodedata.normalize("NFKC", read)).casefold().split()
+    letters = Counter("".join(words))
+    kept = letters & Counter("".join(found))
+    if len(found) < 0.9 * len(words) or kept.total() < 0.9 * letters.total():
+        raise ValueError(f"the tokenizer reads {text[:80]!r} as {read[:80]!r}; copy the tokenizer's files "
+                         "from the original model again")  # fmt: skip
+
+
+@cache
+def added_tokens(tokenizer) -> re.Pattern:
+    """Return a pattern that matches every added token, such as <|end|>."""
+    added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, added)) or "(?!)")
 
 
 def set_dtypes(model, lora_rank: int, device_type: str) -> None:

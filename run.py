@@ -17,19 +17,19 @@ import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 import ray
 import torch
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
 import reward_worker
 from algorithm import length_penalty_of
-from causal_lm import read_config, rotary_embeddings
+from causal_lm import check_reading, load_tokenizer, read_config, rotary_embeddings
 from policy import Policy, RanksLost
 from prepare_data import read_rows
 from rollout import PolicyServers, check_sampling
@@ -73,6 +73,7 @@ class Run:
         self.num_restarts = 0
         self.num_updates = 0  # optimizer steps taken by the end of the latest step
         self.num_evaluations = 0  # since this process started
+        self.started = datetime.now()  # when the run first started; a resumed run keeps this time
         # For each split, the counts of run_folder.verdict_counts since the rate was last complete.
         self.recent_verdicts = defaultdict(Counter)
         self.lock = check_folder(config)  # No other run may use the directory now.
@@ -102,6 +103,7 @@ class Run:
                 raise ValueError(f"cannot load {self.resume_from} (trainer_state.json: {error}); delete the "
                                  "checkpoint to resume from the previous one") from error  # fmt: skip
             self.compare_model()
+            self.started = datetime.fromisoformat(state.get("started", self.started.isoformat()))
             print(f"resuming from {self.resume_from}")
         self.step = self.saved_step = state["step"]
         self.num_prompts_trained = state["prompts_drawn"]  # drawn by completed steps
@@ -150,7 +152,7 @@ class Run:
         trust = config.trust_remote_code
         self.model_config = read_config(self.base_model, trust, config.max_positions)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=trust)
+            self.tokenizer = load_tokenizer(self.base_model, trust)
         except json.JSONDecodeError as error:
             raise ValueError(f"--model {self.base_model}: a file of the tokenizer is truncated ({error}); "
                              "copy the tokenizer's files again") from error  # fmt: skip
@@ -167,7 +169,7 @@ class Run:
         self.train_rows = []
         check_row = reward_loop.row_checker(config.check_rewards())
         for file in train_files:
-            self.train_rows += load_rows(file, self.tokenizer, config, check_row)
+            self.train_rows += load_rows(file, self.tokenizer, config, self.started, check_row)
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
                 f"--lr-warmup-steps {config.lr_warmup_steps}: exceeds --total-steps {config.total_steps}, so "
@@ -179,7 +181,7 @@ class Run:
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
-            rows = load_rows(path, self.tokenizer, config, check_row)
+            rows = load_rows(path, self.tokenizer, config, self.started, check_row)
             n = int(n or config.val_n)
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
@@ -212,7 +214,7 @@ class Run:
             return
         function = reward_worker.load_in_this_process("rollout_fn", config.rollout_fn)
         settings = reward_loop.json_object("rollout_kwargs", config.rollout_kwargs)
-        options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
+        options = template_options(config, self.tokenizer, self.started)
         models = reward_loop.named("router_address", config.router_address)
         if not models and config.reward_mode == "standalone":  # Colocated judges may be asleep.
             # The addresses are not known before start_rewards, which calls offer_models.
@@ -229,6 +231,19 @@ class Run:
             )
         except ValueError as error:
             raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see docs/rollouts.md") from error
+        self.check_added_texts(options)
+
+    def check_added_texts(self, options: dict):
+        """Raise ValueError if what observe() and reply() add would not be read as the text that it is."""
+        prompt = self.train_rows[0]["prompt"]
+        content = {"content": prompt[-1]["content"]}
+        texts = [content["content"]]
+        for role in ("tool", "user"):
+            messages = [*prompt, {"role": "assistant"} | content, {"role": role} | content]
+            with contextlib.suppress(Exception):  # reply() names a role that the template rejects.
+                texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        for text in texts:
+            check_reading(self.tokenizer, text, self.rollouts.encode_after("\n", text))
 
     def check_tokens(self, rows, size):
         """Raise ValueError if a prompt contains a token that the embedding lacks."""
@@ -439,7 +454,11 @@ class Run:
             self.save()
 
     def save(self):
-        state = {"step": self.step, "prompts_drawn": self.num_prompts_trained}
+        state = {
+            "step": self.step,
+            "prompts_drawn": self.num_prompts_trained,
+            "started": self.started.isoformat(),
+        }
         try:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RanksLost:
@@ -510,16 +529,26 @@ class Run:
         self.log.rewind(self.saved_step)
 
 
-def load_rows(path: str, tokenizer, config, check_row=lambda row: None) -> list[dict]:
-    """Read and check the rows of a file and add `prompt_ids`. A ValueError names the file and the row."""
+def template_options(config, tokenizer, now: datetime | None = None) -> dict:
+    """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
     options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
+    if now and "strftime_now" in str(tokenizer.chat_template):
+        options = {"strftime_now": now.strftime} | options
+    return options
+
+
+def load_rows(
+    path: str, tokenizer, config, now: datetime | None = None, check_row=lambda row: None
+) -> list[dict]:
+    """Read and check the rows of a file and add `prompt_ids`. A ValueError names the file and the row."""
+    options = template_options(config, tokenizer, now)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
     for number, row in enumerate(rows):
         try:
-            row = checked_row(row)
+            row = checked_row(row, is_table=path.endswith(".parquet"))
             check_row(row)
-            ids = prompt_ids_of(row["prompt"], tokenizer, options)
+            ids = prompt_ids_of(row, tokenizer, options)
         except ValueError as error:
             raise ValueError(f"{path}, row {number}: {error}") from error
         if len(ids) <= config.max_prompt_length:
@@ -531,11 +560,20 @@ def load_rows(path: str, tokenizer, config, check_row=lambda row: None) -> list[
         )
     if not kept:
         raise ValueError(f"{path}: no rows are left; raise --max-prompt-length")
+    for row in kept:
+        if row.get("tools"):
+            if row["prompt_ids"] == prompt_ids_of(row | {"tools": None}, tokenizer, options):
+                print(f"{path}: the chat template ignores the column tools, so the policy does not see them")
+            break
     return kept
 
 
-def checked_row(row: dict) -> dict:
-    """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed."""
+def checked_row(row: dict, is_table: bool) -> dict:
+    """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed.
+
+    If the row is from a table, keys with the value None are dropped at every level, because a table stores
+    None for missing keys.
+    """
     if not isinstance(row["data_source"], str):
         raise ValueError(f"data_source is {row['data_source']!r}; it must be a string that names the "
                          "data set")  # fmt: skip
@@ -545,19 +583,42 @@ def checked_row(row: dict) -> dict:
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} "
                          "messages")  # fmt: skip
-    return row | {"prompt": [checked_message(message) for message in prompt]}
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools or "null")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"tools is {tools!r:.60}; it must be a list of JSON schemas for the chat template; "
+                         "rename the column if it is something else")  # fmt: skip
+    if is_table:
+        prompt, tools = without_nulls(prompt), without_nulls(tools)
+    row = row | {"prompt": [checked_message(message) for message in prompt]}
+    if tools:
+        row["tools"] = tools
+    return row
+
+
+def without_nulls(value):
+    """Return a value from JSON without the keys whose value is None, at every level."""
+    if isinstance(value, list):
+        return [without_nulls(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return value
 
 
 def checked_message(message) -> dict:
     """Return a message with its text parts joined. Raises ValueError if the message is malformed.
 
-    Keys with the value None are dropped, because tables store None for missing keys.
+    Keys with the value None are dropped, because some templates check only whether a key exists.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
                          "with role and content")  # fmt: skip
     kept = {key: value for key, value in message.items() if value is not None}
     content = kept.get("content")
+    if content is None and kept.get("tool_calls"):  # Only calls: some templates would write "None".
+        content = kept["content"] = ""
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
@@ -568,24 +629,36 @@ def checked_message(message) -> dict:
     return kept
 
 
-def prompt_ids_of(messages: list[dict], tokenizer, options: dict) -> list[int]:
-    """Return the tokens of a prompt. If its last message is the assistant's, the policy continues it.
+def prompt_ids_of(row: dict, tokenizer, options: dict) -> list[int]:
+    """Return the tokens of a row's prompt. If its last message is the assistant's, the policy continues it.
 
-    Raises ValueError if the chat template rejects the prompt or drops its last message.
+    Raises ValueError if the chat template rejects the prompt or drops its last message, or if the tokenizer
+    does not keep the text.
     """
-    is_prefilled = messages[-1]["role"] == "assistant"
+    messages = row["prompt"]
+    last = messages[-1]
+    is_prefilled = last["role"] == "assistant"
     ending = dict(add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled)
     options = options | ending
+    if row.get("tools"):
+        options["tools"] = row["tools"]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     except Exception as error:  # A template is a program and may raise anything.
         raise ValueError(f"the chat template rejects the prompt ({error}); change the prompt") from error
-    last = messages[-1]
-    text = last["content"].strip()
-    if not text or text not in rendered:
+    # A template may rewrite the content, for instance as JSON, so compare the prompts of two contents.
+    other = rendered
+    if last["content"].strip():
+        changed = [*messages[:-1], last | {"content": last["content"] + " and more"}]
+        try:
+            other = tokenizer.apply_chat_template(changed, tokenize=False, **options)
+        except Exception:  # The template reads the content, because it rejects this one.
+            other = None
+    if other == rendered:
         raise ValueError(f"the chat template drops the last message ({last!r:.60}), because its content "
                          "is empty or the template does not know its role; change the message")  # fmt: skip
+    check_reading(tokenizer, rendered, ids)
     return ids
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -13,11 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
-from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import grpo_trainer
+import run as run_file
 import run_folder
+from causal_lm import check_reading
 from policy import Policy, Sample
+from rollout import WeightFolder, model_files
 from run import load_rows
 from test_grpo_trainer import prepared, run_config
 from tiny import a_step, config_of, groups_of
@@ -182,6 +187,88 @@ def test_parts_are_joined_and_keys_that_a_table_added_are_dropped(tmp_path, toke
         assert set(row["prompt"][0]) == {"role", "content"} and isinstance(row["prompt"][0]["content"], str)
 
 
+ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [ADD]}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nested_keys_that_a_table_added_are_dropped(tmp_path, tokenizer, as_json):
+    """In a table, each call has the arguments of all calls. In JSON, an argument may be null on purpose."""
+    template = "{% for message in messages %}"
+    template += "{{ (message.tool_calls or []) | tojson }}{{ message.content }}{% endfor %}"
+    other = {"name": "look", "arguments": {"up": [None, "x"], "b": None}}
+    calls = CALLS | {"tool_calls": [ADD, other]}
+    row = rows_of(tmp_path, tokenizer, template, prompt=[calls, ASKED], as_json=as_json)[-1]
+    if not as_json:
+        del other["arguments"]["b"]
+    expected = CALLS | {"content": "", "tool_calls": [ADD, other]}
+    assert row["prompt"] == [expected, ASKED]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}]
+WITH_TOOLS = "{% if tools %}<tools>{{ tools | tojson }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("tools, shown", [
+    (TOOLS, json.dumps(TOOLS)), (json.dumps(TOOLS), json.dumps(TOOLS)), ([], ""), ("", ""), (None, ""),
+])  # fmt: skip
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_chat_template_gets_the_tools_of_a_row(tmp_path, tokenizer, capsys, tools, shown, as_json):
+    row = rows_of(tmp_path, tokenizer, WITH_TOOLS, tools=tools, as_json=as_json)[-1]
+    text = "<user>What is 2+3?<end><assistant>"
+    assert tokenizer.decode(row["prompt_ids"]) == (f"<tools>{shown}" if shown else "") + text
+    rows_of(tmp_path, tokenizer, CHATML, tools=tools, as_json=as_json)
+    said = f"{tmp_path}/rows.{'jsonl' if as_json else 'parquet'}: the chat template ignores the column tools"
+    assert (said in capsys.readouterr().out) is bool(shown)
+
+
+@pytest.mark.parametrize("tools", ["add", {"name": "add"}, '{"name": "add"}', 5])
+def test_a_column_of_tools_that_is_something_else_is_refused_by_row(tmp_path, tokenizer, tools):
+    with pytest.raises(ValueError, match="row 1: tools is .*; it must be a list of JSON schemas"):
+        rows_of(tmp_path, tokenizer, WITH_TOOLS, tools=tools, as_json=True)
+
+
+@pytest.mark.parametrize("template, role, content, shown", [
+    ("{{ messages[-1].content | tojson }}", "tool", '{"price": 7}', r'"{\"price\": 7}"'),
+    ("{{ messages[-1].content.replace('/think', '').strip() }}", "user", "/think\nGo on", "Go on"),
+    ("{% if messages[-1].content != 'a' %}{{ raise_exception('not a') }}{% endif %}a", "user", "a", "a"),
+])  # fmt: skip
+def test_a_template_may_rewrite_the_last_message(tmp_path, tokenizer, template, role, content, shown):
+    message = {"role": role, "content": content}
+    (row,) = rows_of(tmp_path, tokenizer, template, prompt=[message])
+    assert tokenizer.decode(row["prompt_ids"]) == shown
+
+
+def test_a_dropped_message_is_noticed_even_if_the_same_text_stands_elsewhere(tmp_path, tokenizer):
+    prompt = [ASKED, {"role": "assistant", "content": "5"}, {"role": "human", "content": QUESTION}]
+    with pytest.raises(ValueError, match="the chat template drops the last message"):
+        rows_of(tmp_path, tokenizer, BY_ROLE, prompt=prompt)
+
+
+def test_a_resumed_run_shows_the_date_of_its_first_start(tmp_path, model, tokenizer, monkeypatch):
+    """The chat templates of Llama 3 show today's date."""
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = "{{ strftime_now('%d %m %Y') }}" + tokenizer.chat_template
+    first = datetime(2026, 11, 28, 23, 59)
+
+    def started(day, **changes):
+        clock = SimpleNamespace(now=lambda: day, fromisoformat=datetime.fromisoformat)
+        monkeypatch.setattr(run_file, "datetime", clock)
+        run = prepared(tmp_path, model, changed, **changes)
+        run.lock.close()
+        return run
+
+    run = started(first)
+    assert tokenizer.decode(run.train_rows[0]["prompt_ids"]).startswith("28 11 2026<|user|>")
+    run.policy = Policy(run.config, run.resume_from, torch.device("cpu"))
+    run.step = 1
+    run.save()
+    resumed = started(first + timedelta(days=1), resume="auto")
+    assert resumed.train_rows[0]["prompt_ids"] == run.train_rows[0]["prompt_ids"]
+    other = started(first + timedelta(days=1), out_dir=str(tmp_path / "other"))
+    assert tokenizer.decode(other.train_rows[0]["prompt_ids"]).startswith("29 11 2026")
+
+
 @pytest.mark.parametrize("template", [CHATML, BY_ROLE])
 def test_an_answer_that_the_row_begins_is_continued(tmp_path, tokenizer, template):
     """If the answer were closed and another assistant message followed, the prompt would be different."""
@@ -283,6 +370,74 @@ def test_a_cut_tokenizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     message = rf"^--model {tmp_path}/model: a file of the tokenizer is truncated \(.*\); copy .* again$"
     with pytest.raises(ValueError, match=message):
         grpo_trainer.Run(run.config)
+
+
+def calls_itself(folder, name):
+    """Change the class in tokenizer_config.json, and return a text and the tokens that stand for it."""
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
+    text = "It has 65 eggs.\n\n  7 left"
+    return text, Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "LlamaTokenizer"])
+def test_a_byte_level_tokenizer_with_the_name_of_another_keeps_its_spaces(
+    tmp_path, model, tokenizer, name, capsys
+):
+    """transformers would replace its pre-tokenizer and its decoder. The policy would read no spaces."""
+    plain = prepared(tmp_path, model, tokenizer)
+    plain.lock.close()
+    text, ids = calls_itself(tmp_path / "model", name)
+    run = grpo_trainer.Run(plain.config)
+    run.lock.close()
+    said = f"--model {tmp_path}/model: LlamaTokenizer would split text differently from tokenizer.json"
+    assert said in capsys.readouterr().out
+    assert run.train_rows[0]["prompt_ids"] == plain.train_rows[0]["prompt_ids"]
+    assert run.tokenizer.encode(text) == ids and run.decode(ids) == text
+    assert run.tokenizer.eos_token == tokenizer.eos_token
+    policy = Policy(run.config, run.resume_from, torch.device("cpu"))
+    state = {"step": 1, "prompts_drawn": 4}
+    checkpoint = run_folder.save_checkpoint(policy, run.tokenizer, state, run.config)
+    for content in (model_files(policy.model_info(), run.tokenizer), checkpoint):  # for servers and others
+        folder = tmp_path / "served"
+        if content is checkpoint:
+            folder = checkpoint
+        else:
+            WeightFolder(str(folder), content)
+        read = AutoTokenizer.from_pretrained(folder)
+        assert read.encode(text) == ids and read.decode(ids) == text
+    resumed = grpo_trainer.Run(dataclasses.replace(plain.config, resume="auto"))
+    resumed.lock.close()
+    assert resumed.train_rows[0]["prompt_ids"] == plain.train_rows[0]["prompt_ids"]
+
+
+def test_a_tokenizer_that_loses_spaces_is_refused_by_row(tmp_path, model, tokenizer):
+    """Such a tokenizer was saved after transformers had damaged it."""
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    calls_itself(tmp_path / "model", "LlamaTokenizerFast")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
+    message = r"^.*train.parquet, row 0: the tokenizer reads '.* has .*' as '.*'; copy the tokenizer's files"
+    with pytest.raises(ValueError, match=message):
+        grpo_trainer.Run(run.config)
+
+
+def test_a_tokenizer_may_normalise_and_spell_differently(tokenizer):
+    """Rounding off is a matter of the tokenizer; what may not happen is that words or letters are lost."""
+    whole = "Ben has\n\n ten  eggs and \ufb01ve more<|end|>"
+    for text, is_read in [
+        ("ben has ten eggs and five more", True),
+        ("<|end|>Ben has ten eggs and five more <|end|>", True),
+        ("Benhasteneggsandfivemore", False),
+        ("Ben has ten eggs and", False),
+        ("Ben\u0120has\u0120ten\u0120eggs\u0120and\u0120five\u0120more", False),
+    ]:
+        ids = tokenizer.encode(text)
+        if is_read:
+            check_reading(tokenizer, whole, ids)
+        else:
+            with pytest.raises(ValueError, match="the tokenizer reads 'Ben has"):
+                check_reading(tokenizer, whole, ids)
 
 
 def test_nothing_is_read_of_a_folder_where_another_run_may_still_write(tmp_path, model, tokenizer):

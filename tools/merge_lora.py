@@ -37,9 +37,9 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`."""
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    from causal_lm import load_causal_lm
+    from causal_lm import load_causal_lm, load_tokenizer
 
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     base = model or settings["base_model_name_or_path"]
@@ -49,7 +49,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
     whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
     whole.to(stored).save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **remote)
+    tokenizer = load_tokenizer(str(checkpoint), trust_remote_code)
     tokenizer.save_pretrained(out)
     add_end_tokens(out / "generation_config.json", tokenizer)
     print(f"merged model: {out}")
