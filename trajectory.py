@@ -46,7 +46,8 @@ TICK_S = 0.1  # Timeouts are checked at this interval. A blocked event loop coun
 BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
 # asyncio.to_thread runs at most this many calls at the same time. Waits of further calls count as tool time.
 THREADS = 64
-ANSWER, CONTENT = "the-assistants-answer", "content-of-the-reply"  # Placeholders in a rendered template.
+# Placeholders in a rendered template.
+QUESTION, ANSWER, CONTENT = "the-users-question", "the-assistants-answer", "content-of-the-reply"
 
 
 class NoRoom(BaseException):  # Not an Exception, so that it also ends functions that catch every Exception.
@@ -61,12 +62,16 @@ class Turn:
     ids: list[int]  # All tokens so far, including the prompt.
     limit: int  # The maximum number of tokens that the policy may add.
     stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
     session: str
     answer: asyncio.Future | None = None  # Its result is a pair: token ids and log-probabilities.
 
 
 class Trajectory:
-    """One sample, which a rollout function builds turn by turn."""
+    """One sample, which a rollout function builds turn by turn.
+
+    The policy's message is open at the start, and after each reply. The policy ends it with an end token.
+    """
 
     def __init__(self, sample: Sample, place: int, number: int, seed: int, wave: "Wave"):
         self.number = number  # The sample's index in its group.
@@ -83,7 +88,15 @@ class Trajectory:
         # None means that the function is waiting for the policy, or that the trajectory has ended.
         self._working_since: float | None = None
         self._is_full = False
-        self._has_ended = False  # After that, tasks that the function left running can add nothing.
+        self._is_closed = False  # After that, tasks that the function left running can add nothing.
+        self._end_id: int | None = None  # The end token of the policy's message; None while it is open.
+        self._replies: list[tuple[str, str]] = []  # The replies (role, content) that nothing has followed yet.
+        self._before_replies = (0, 0, None)  # The numbers of turns and tokens, and the end token, before these.
+
+    @property
+    def ended(self) -> bool:
+        """Whether the policy has ended its message, so that only `reply` can follow."""
+        return self._end_id is not None
 
     @property
     def turns(self) -> list[dict]:
@@ -108,36 +121,34 @@ class Trajectory:
     async def generate(self, stop: str | tuple[str, ...] = (), max_tokens: int | None = None) -> str:
         """Let the policy continue until an end token, one of the stop texts, or max_tokens.
 
+        A stop text may be a special token, which decoded text does not show. Afterwards, `stopped` and `ended`
+        tell what happened; if neither is set, the policy has used up max_tokens.
+
         Returns the policy's text, including the stop text and any characters after it in the last token.
         """
         if isinstance(stop, str):
             stop = (stop,)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"generate: max_tokens must be a positive int; got {max_tokens!r}")
-        for word in stop:
-            if not isinstance(word, str) or not word:
-                raise ValueError(f"generate: every stop text must be a non-empty string; got {word!r}")
-            if any(token in word for token in self._rollouts.special):
-                raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text "
-                                 "does not show; add the token to the model's eos_token_id")  # fmt: skip
-        if self._is_full or self._has_ended:
+        texts, marks = self._rollouts.split_stops(stop)
+        if self._is_full or self._is_closed or self.ended:
             await asyncio.sleep(TICK_S)  # A loop that catches every error must not block the others.
-        self._check_open()
+        self._check_message("generate")
         limit = min(max_tokens or self.room, self.room)
         if limit < 1:
             self._end()
         self._pause()
         try:
-            turn = Turn(self._place, self.ids, limit, tuple(stop), self._session)
+            turn = Turn(self._place, self.ids, limit, texts, tuple(marks), self._session)
             ids, logprobs = await self._wave.ask(turn)
         finally:
-            if not self._has_ended:
+            if not self._is_closed:
                 self._working_since = time.monotonic()
         self._check_open()
         text = self._rollouts.decode(ids)
         self._add("policy", text, ids, logprobs)
-        self.stopped = first_stop(text, stop)
-        if not self.stopped and not self.room and ids[-1] not in self._wave.eos_ids:
+        self.stopped = marks.get(ids[-1]) or first_stop(text, texts)
+        if not self.stopped and not self.ended and not self.room:
             self._end()
         return text
 
@@ -154,38 +165,73 @@ class Trajectory:
 
     def observe(self, text: str) -> None:
         """Add a tool's text inside the policy's message, which continues right after it."""
-        self.insert(self._rollouts.encode("", text, ""), text=text)
+        self._check_message("observe")
+        if not isinstance(text, str):
+            raise ValueError(f"observe: text must be a str; got {text!r:.60}")
+        self.insert(self._rollouts.encode("", text), text=text)
 
     def reply(self, content: str, role: str = "tool") -> None:
-        """Add a message of a tool or user in the chat template, and open the policy's next message."""
-        last = self._sample.response_ids[-1:]
-        end = ""
-        if last and last[0] in self._wave.eos_ids:  # The template's text repeats this token at its start.
-            end = self._rollouts.tokenizer.decode(last)
-        before, inside, behind = self._rollouts.render(content, role)
-        who = role if role == "user" else "tool"
+        """Add a message of a tool or user in the chat template, and open the policy's next message.
+
+        Replies in a row are rendered together, as the template writes such messages. The policy has not read
+        the earlier ones yet, so their tokens are replaced.
+        """
+        self._check_open()
+        if not isinstance(content, str):
+            raise ValueError(f"reply: content must be a str; got {content!r:.60}")
+        sample = self._sample
+        if not self._replies:
+            self._before_replies = len(sample.turns), len(sample.response_ids), self._end_id
+        first, kept, end_id = self._before_replies
+        replies = [*self._replies, (role, content)]
+        follows_prompt = not kept and [m["role"] for m in sample.row["prompt"][-1:]] != ["assistant"]
+        texts = self._rollouts.render(replies, follows_prompt)
         context = "\n"
-        if end and before.startswith(end):
-            before = before.removeprefix(end)
-            context = end
-        self.insert(self._rollouts.encode(before, inside, behind, context), who, content)
+        if end_id is not None:
+            context = self._rollouts.tokenizer.decode([end_id])
+            texts[0] = self._rollouts.without_end(texts, context)
+        ids = self._checked(self._rollouts.encode(*texts, context=context), kept)
+        if follows_prompt and not self._replies:
+            sample.prompt_ids = self._rollouts.without_opening(sample.prompt_ids)
+        for values in (sample.response_ids, sample.rollout_logprobs, sample.loss_mask):
+            del values[kept:]
+        del sample.turns[first:]
+        done = 0
+        for number, (role, content) in enumerate(replies, 1):
+            upto = len(ids)
+            if number < len(replies):  # The tokens up to the end of this content belong to this turn.
+                upto = len(self._rollouts.encode(*texts[: 2 * number], context=context))
+                upto = max(done, min(upto, len(ids)))
+            who = role if role == "user" else "tool"
+            self._add(who, content, ids[done:upto], [0.0] * (upto - done))
+            done = upto
+        self._replies = replies
+        self._end_id = None
 
     def insert(self, ids: list[int], who: str = "tool", text: str | None = None) -> None:
-        """Add these token ids unchanged, as tokens that the policy did not write."""
+        """Add these token ids unchanged, as tokens that the policy did not write.
+
+        The policy continues right after them, unless they end with an end token.
+        """
         self._check_open()
         if who not in ("tool", "user"):
             raise ValueError(f"insert: who must be 'tool' or 'user'; got {who!r}")
         if not isinstance(text, str | None):
             raise ValueError(f"insert: text must be a str, or None to use the decoded ids; got {text!r:.60}")
+        ids = self._checked(ids, len(self._sample.response_ids))
+        if text is None:
+            text = self._rollouts.decode(ids)
+        self._add(who, text, ids, [0.0] * len(ids))
+
+    def _checked(self, ids, kept) -> list[int]:
+        """Return these token ids if they exist and have room after the first `kept` tokens."""
         for id in ids:
             if not isinstance(id, int) or not 0 <= id < self._rollouts.num_tokens:
                 raise ValueError(f"insert: {id!r:.60} is not a token of the tokenizer and the model; pass "
                                  f"ints between 0 and {self._rollouts.num_tokens - 1}")  # fmt: skip
-        if len(ids) > self.room:
+        if kept + len(ids) > self._wave.max_response_length:
             self._end()
-        if text is None:
-            text = self._rollouts.decode(ids)
-        self._add(who, text, list(ids), [0.0] * len(ids))
+        return list(ids)
 
     def _add(self, who, text, ids, logprobs):
         sample = self._sample
@@ -193,6 +239,9 @@ class Trajectory:
         sample.response_ids += ids
         sample.rollout_logprobs += logprobs
         sample.loss_mask += [who == "policy"] * len(ids)
+        self._replies = []
+        if ids:
+            self._end_id = ids[-1] if ids[-1] in self._wave.eos_ids else None
 
     def _check_open(self):
         # A thread could add tokens while the trajectory ends, or while a turn is being requested.
@@ -204,6 +253,12 @@ class Trajectory:
         if self._working_since is None:
             raise RuntimeError("generate, observe, reply and insert cannot be called while the policy "
                                "generates or after the trajectory has ended; await generate()")  # fmt: skip
+
+    def _check_message(self, call):
+        self._check_open()
+        if self.ended:
+            raise RuntimeError(f"{call}: the policy has ended its message; add the next message with reply(), "
+                               "which opens a new one, or return")  # fmt: skip
 
     def _end(self):
         self._is_full = True
@@ -218,7 +273,7 @@ class Trajectory:
     def _close(self, call: asyncio.Task):
         """End the trajectory. Its sample fails if the call of the function failed or took too long."""
         self._pause()
-        self._has_ended = True
+        self._is_closed = True
         sample = self._sample
         sample.truncated = self._is_full
         if not call.done():
@@ -346,7 +401,8 @@ class Rollouts:
         code = getattr(inspect.unwrap(function), "__code__", None)
         self.file = code.co_filename if code else ""
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.special = tokenizer.all_special_tokens
+        tokens = tokenizer.added_tokens_decoder
+        self.special = {token.content: id for id, token in tokens.items() if token.special}
         self.num_tokens = min(1 + max(tokenizer.get_vocab().values()), num_embeddings)
         added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
         self.added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
@@ -411,20 +467,43 @@ class Rollouts:
                 print(f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
                       "`await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
 
-    def encode(self, before: str, inside: str, behind: str, context: str = "\n") -> list[int]:
-        """Encode the three parts as one text that follows `context`, which is a token or a line break.
+    def split_stops(self, stop) -> tuple[tuple[str, ...], dict[int, str]]:
+        """Split stop texts into those that decoded text shows, and special tokens as {token id: text}."""
+        texts = []
+        marks = {}
+        for word in stop:
+            if not isinstance(word, str) or not word:
+                raise ValueError(f"generate: every stop text must be a non-empty string; got {word!r}")
+            if word in self.special:
+                marks[self.special[word]] = word
+            elif any(token in word for token in self.special):
+                raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text does "
+                                 "not show; pass the special token alone")  # fmt: skip
+            else:
+                texts.append(word)
+        return tuple(texts), marks
 
-        Special and added tokens in `inside` become plain text.
+    def encode(self, *texts: str, context: str = "\n") -> list[int]:
+        """Encode these texts as one text that follows `context`, which is a token or a line break.
+
+        Every second text is the content of a message, in which special and added tokens become plain text.
         """
-        text = before + inside + behind
-        start, end = len(before), len(before) + len(inside)
+        text = "".join(texts)
+        contents = []  # The places where they start and end.
+        place = 0
+        for number, part in enumerate(texts):
+            if number % 2:
+                contents.append((place, place + len(part)))
+            place += len(part)
         cuts = [0]
         match = self.added.search(text)
         while match:
             after = match.end()
-            if match.start() < end and match.end() > start:  # The token overlaps `inside`, so split its text.
-                after = max(match.start() + 1, start)
-                cuts.append(after)
+            for start, end in contents:
+                if match.start() < end and match.end() > start:  # The token overlaps it, so split its text.
+                    after = max(match.start() + 1, start)
+                    cuts.append(after)
+                    break
             match = self.added.search(text, after)
         ids = []
         for first, last in zip(cuts, [*cuts[1:], len(text)]):
@@ -440,34 +519,81 @@ class Rollouts:
             return ids[len(start) :]
         return self.tokenizer.encode(text, add_special_tokens=False)  # A token contains parts of both texts.
 
-    def render(self, content: str, role: str) -> tuple[str, str, str]:
-        """Render a message that follows an assistant's. Returns the text before, in and after its content."""
-        framed = self.written_after_assistant(CONTENT, role)
-        before, found, behind = framed.partition(CONTENT)
-        if not found:
+    def render(self, replies: list[tuple[str, str]], follows_prompt=False) -> list[str]:
+        """Render messages (role, content) that follow an assistant's message, or the prompt.
+
+        Returns the template's texts and the contents by turns: before, content, between, content, behind.
+        """
+        start = ANSWER
+        ended = ""
+        if follows_prompt:  # Its last message has ended.
+            start = QUESTION
+            ended = self.written_after(start, [], opens=False)
+        framed = self.written_after(start, [(role, CONTENT) for role, _ in replies])
+        frames = framed.removeprefix(ended).split(CONTENT)
+        role, content = replies[-1]
+        if len(frames) != len(replies) + 1:
             raise ValueError(f"reply: the chat template ignores messages with the role {role!r}; pass a "
                              "role that the template knows, such as role='user'")  # fmt: skip
-        whole = self.written_after_assistant(content, role)
-        if not (whole.startswith(before) and whole.endswith(behind)):
-            raise ValueError(f"reply: the chat template alters {content!r:.60}; call observe() instead")
-        return before, whole[len(before) : len(whole) - len(behind)], behind
+        texts = [frames[0]]
+        for number, (role, content) in enumerate(replies):
+            given = [(role, CONTENT) for role, _ in replies]
+            given[number] = role, content
+            whole = self.written_after(start, given).removeprefix(ended)
+            before = CONTENT.join(frames[: number + 1])
+            behind = CONTENT.join(frames[number + 1 :])
+            found = whole.removeprefix(before).removesuffix(behind)
+            if before + found + behind != whole or not framed.startswith(ended):
+                raise ValueError(f"reply: the chat template alters {content!r:.60}; call observe() instead")
+            texts += [found, frames[number + 1]]
+        return texts
 
-    def written_after_assistant(self, content, role):
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": ANSWER},
-            {"role": role, "content": content},
-        ]
-        options = self.template_options | {"add_generation_prompt": True}
+    def written_after(self, start, messages, opens=True) -> str:
+        """Render these messages (role, content) after a question or its answer, and return what follows it.
+
+        opens: Whether the template then opens the assistant's next message.
+        """
+        given = [("user", QUESTION), ("assistant", ANSWER)][: 1 + (start == ANSWER)] + messages
+        role = given[-1][0]
+        given = [{"role": role, "content": content} for role, content in given]
+        options = self.template_options | {"add_generation_prompt": opens}
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            text = self.tokenizer.apply_chat_template(given, tokenize=False, **options)
         except Exception as error:  # A template is a program and may raise anything.
-            raise ValueError(f"reply: the chat template rejects the role {role!r} ({error}); pass a role "
-                             "that the template knows, such as role='user'") from error  # fmt: skip
-        _, found, after = text.partition(ANSWER)
+            raise ValueError(f"reply: the chat template rejects a message with the role {role!r} here "
+                             f"({error}); pass a role that the template accepts, such as role='user' after "
+                             "the policy's message, or join messages that follow each other") from error  # fmt: skip
+        _, found, after = text.partition(start)
         if not found:
-            raise ValueError("reply: the chat template drops the assistant's message; call observe() instead")
+            raise ValueError("reply: the chat template drops the message before the reply; call observe() "
+                             "instead")  # fmt: skip
         return after
+
+    def without_end(self, texts: list[str], end: str) -> str:
+        """Return the first text of `render` without the end of the policy's message, which has been written.
+
+        The policy may have written another end token than the template, as in "<|eom_id|>" for "<|eot_id|>".
+        """
+        ends = [end]
+        last = self.added.match(self.written_after(ANSWER, [], opens=False).lstrip())
+        if last:  # Earlier messages may end differently from the last one, but then as the reply does.
+            following = self.added.match(texts[-1].lstrip())
+            ends += [last[0], following[0] if following else last[0]]
+        rest = texts[0].lstrip()
+        for end in ends:
+            if end and rest.startswith(end):
+                return rest.removeprefix(end)
+        return texts[0]
+
+    def without_opening(self, prompt_ids: list[int]) -> list[int]:
+        """Return a prompt without the opening of the policy's message, so that other messages can follow."""
+        ended = self.written_after(QUESTION, [], opens=False)
+        opening = self.encode(self.written_after(QUESTION, []).removeprefix(ended))
+        kept = len(prompt_ids) - len(opening)
+        if prompt_ids[kept:] != opening:
+            raise ValueError("reply: the prompt does not end as the chat template opens the policy's message; "
+                             "put the first message into the row's prompt")  # fmt: skip
+        return prompt_ids[:kept]
 
     def roll_out(self, groups: list[list[Sample]], *, max_response_length, temperature, top_p=1.0, eos_ids,
                  seed, rollout_batch_size, step=0, model=None, servers=None,
@@ -625,6 +751,8 @@ class Wave:
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
         if turn.stop:
             request["stop"] = list(turn.stop)
+        if turn.stop_ids:
+            request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
         address = self.servers.service.router_address
         headers = {"X-Session-Id": turn.session}
         # In a task of the group, a failure of the servers ends the run even if the function catches it.
@@ -665,7 +793,7 @@ def sample_round(model, turns: list[Turn], decode, **options) -> list[tuple[list
 
     def is_done(sample):
         turn = turn_of[id(sample)]
-        if len(sample.response_ids) >= turn.limit:
+        if len(sample.response_ids) >= turn.limit or sample.response_ids[-1] in turn.stop_ids:
             return True
         longest = max((len(word.encode()) for word in turn.stop), default=0)
         if not longest:

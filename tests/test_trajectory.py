@@ -679,6 +679,68 @@ def test_a_stop_text_that_can_never_appear_is_rejected(model, tokenizer):
         assert "special token" in sample.result["reward_extra_info"]["error"]
 
 
+def test_a_turn_may_stop_at_a_special_token_that_no_text_shows(model, tokenizer):
+    """<|user|> is special without being one of the tokenizer's named tokens."""
+    mark = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert "<|user|>" not in tokenizer.all_special_tokens
+    told = []
+
+    async def stops(trajectory):
+        text = await trajectory.generate(stop=("<|user|>", "no such text"))
+        told.append((trajectory.stopped, trajectory.ids.count(mark), "<|user|>" in text, trajectory.ended))
+
+    samples = rolled_out(stops, model, tokenizer, eos_ids=(), length=200)
+    assert told and all(found == ("<|user|>", 1, False, False) for found in told)
+    assert all(sample.response_ids[-1] == mark or sample.truncated for sample in samples)
+
+
+def test_servers_are_asked_to_stop_at_a_special_token(tokenizer):
+    asked, told = [], []
+    mark, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"])
+    left = [[20, mark], [21, end]]
+
+    def answer(path, body):
+        asked.append(body)
+        return said(left.pop(0))
+
+    async def stops(trajectory):
+        async for text in trajectory.calls("<|user|>", "7"):
+            told.append((text, trajectory.stopped))
+
+    sample = with_servers(answer, stops, tokenizer, {end})
+    assert asked[0]["stop_token_ids"] == sorted([mark, end]) and asked[0]["stop"] == ["7"]
+    assert told == [(tokenizer.decode([20]), "<|user|>")] and sample.response_ids == [20, mark, 21, end]
+
+
+def test_an_end_token_as_stop_text_tells_which_one_ended_the_message():
+    """Llama 3.1 ends a tool call with <|eom_id|> and an answer with <|eot_id|>."""
+    tokenizer = templated("llama3")
+    tokenizer.add_tokens([AddedToken("<|eom_id|>", special=True)])
+    call, end = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<|eot_id|>"])
+    left = [[20, call], [21, end]]
+
+    async def answers(trajectory):
+        async for _ in trajectory.calls("<|eom_id|>"):
+            trajectory.info["ended"] = trajectory.ended
+            trajectory.reply("7")
+
+    sample = with_servers(lambda *_: said(left.pop(0)), answers, tokenizer, {call, end})
+    assert [turn["who"] for turn in sample.turns] == ["policy", "tool", "policy"] and not left
+    assert sample.info == {"ended": True}
+
+
+@pytest.mark.parametrize("value", [74, {"price": 7}, [1, 2], None, b"7"])
+@pytest.mark.parametrize("call, name", [("observe", "text"), ("reply", "content")])
+def test_what_a_tool_returns_must_be_a_text(call, name, value, model, tokenizer):
+    async def wrong(trajectory):
+        await trajectory.generate(max_tokens=2)
+        getattr(trajectory, call)(value)
+
+    (sample,) = rolled_out(wrong, model, tokenizer, new_groups([[5]], 1), eos_ids=())
+    error = sample.result["reward_extra_info"]["error"]
+    assert f"{call}: {name} must be a str; got {value!r}" in error and len(sample.response_ids) == 2
+
+
 WRONG = {
     "half a token": lambda trajectory: trajectory.generate(max_tokens=2.5),
     "a stop text that is none": lambda trajectory: trajectory.generate(stop=["7", 7]),
@@ -1126,10 +1188,210 @@ def test_a_policy_that_did_not_end_its_message_has_it_ended():
     )
 
 
+@pytest.mark.parametrize("call", ["generate", "observe"])
+def test_after_the_end_of_its_message_the_policy_writes_nothing_without_a_reply(call):
+    tokenizer = templated("chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    async def goes_on(trajectory):
+        await trajectory.generate()
+        assert trajectory.ended
+        left.clear()
+        await (trajectory.generate() if call == "generate" else asyncio.sleep(0))
+        trajectory.observe("7")
+
+    left = [[20, end]]
+    sample = with_servers(lambda *_: said(left.pop(0)), goes_on, tokenizer, {end})
+    assert sample.failure == "error" and sample.response_ids == [20, end]
+    assert re.search(rf"{call}: the policy has ended its message; .*reply\(\)", str(sample.result))
+
+
+def test_how_a_turn_ended_can_be_told_apart():
+    tokenizer = templated("chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    seven, told = tokenizer.encode("7"), []
+    left = [seven, [20, 21], [20, end], [20, end]]
+
+    async def turns(trajectory):
+        for stop, max_tokens in ("7", None), ("8", 2), ("8", None), ("8", 2):
+            await trajectory.generate(stop, max_tokens)
+            told.append((trajectory.stopped, trajectory.ended))
+            if trajectory.ended:
+                trajectory.reply("go on", "user")
+                assert not trajectory.ended
+
+    sample = with_servers(lambda *_: said(left.pop(0)), turns, tokenizer, {end})
+    assert not sample.failure and told == [("7", False), (None, False), (None, True), (None, True)]
+
+
+JOINS = """
+{%- for m in messages -%}{%- if m.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
+{{- '\n(' + m.content + ')' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}
+{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""  # like Qwen's
+
+
+def of_template(name):
+    """Return the tokenizer of a template, and the end token that the template writes."""
+    tokenizer = templated("chatml" if name == "joins" else name)
+    if name == "joins":
+        tokenizer.chat_template = JOINS
+    return tokenizer, END["chatml" if name == "joins" else name]
+
+
+@pytest.mark.parametrize("name", ["joins", "chatml", "llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize("roles", [("tool", "tool"), ("tool", "user"), ("user", "tool", "tool")])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_replies_in_a_row_are_the_tail_of_the_whole_rendering(name, roles, is_cut):
+    tokenizer, end_text = of_template(name)
+    end = tokenizer.convert_tokens_to_ids(end_text)
+    texts = [f"It is {number}, <|im_end|> they\nsay" for number in range(len(roles))]
+    answer = tokenizer.encode("Ben") + [end] * (not is_cut)
+
+    async def function(trajectory):
+        await trajectory.generate(max_tokens=len(answer))
+        for role, text in zip(roles, texts):
+            trajectory.reply(text, role)
+        await trajectory.generate()
+
+    left = [answer, [end]]
+    sample = with_servers(lambda *_: said(left.pop(0)), function, tokenizer, {end}, length=900)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Ben"}]
+    messages += [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    tail = whole[whole.index("Ben") + len("Ben") :].removeprefix("" if is_cut else end_text)
+    assert not sample.failure, sample.result
+    observed = sample.response_ids[len(answer) : -1]
+    assert tokenizer.decode(observed) == tail and sample.response_ids[: len(answer)] == answer
+    assert observed.count(end) == tail.count(end_text) - ("<|im_end|>" == end_text) * len(texts)
+    assert [turn["text"] for turn in sample.turns[1:-1]] == texts
+    assert [turn["who"] for turn in sample.turns[1:-1]] == list(roles)
+    assert sum(turn["tokens"] for turn in sample.turns) == len(sample.loss_mask) == len(sample.response_ids)
+    assert sample.loss_mask == [True] * len(answer) + [False] * len(observed) + [True]
+    first = tokenizer.decode(observed[: sample.turns[1]["tokens"]])
+    assert texts[0].split("\n")[-1] in first and texts[1] not in first
+
+
+@pytest.mark.parametrize("name", ["joins", "chatml", "llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool")])
+def test_the_first_observation_of_an_environment_comes_before_the_policys_message(name, roles):
+    tokenizer, end_text = of_template(name)
+    end = tokenizer.convert_tokens_to_ids(end_text)
+    prompt = [{"role": "user", "content": "hi"}]
+
+    async def function(trajectory):
+        for role in roles:
+            trajectory.reply("Ben has 7", role)
+        await trajectory.generate()
+
+    def rendered(messages):
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    shared = rendered(prompt)
+    groups = [[Sample(ROW | {"prompt": prompt}, shared) for _ in range(2)]]
+    with_servers(lambda *_: said([20, end]), function, tokenizer, {end}, groups=groups)
+    whole = rendered(prompt + [{"role": role, "content": "Ben has 7"} for role in roles])
+    for sample in groups[0]:
+        assert not sample.failure, sample.result
+        assert sample.prompt_ids + sample.response_ids == whole + [20, end]
+        assert sample.loss_mask == [False] * (len(sample.response_ids) - 2) + [True] * 2
+    assert shared == rendered(prompt)
+
+
+def test_a_reply_ends_the_message_that_the_prompt_has_begun():
+    """The last message of the prompt is the assistant's, which the policy would continue."""
+    tokenizer = templated("chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Ben"}]
+
+    async def function(trajectory):
+        trajectory.reply("7", "user")
+        await trajectory.generate()
+
+    ids = tokenizer.apply_chat_template(prompt, continue_final_message=True, return_dict=False)
+    groups = [[Sample(ROW | {"prompt": prompt}, ids)]]
+    sample = with_servers(lambda *_: said([end]), function, tokenizer, {end}, groups=groups)
+    assert tokenizer.decode(sample.prompt_ids + sample.response_ids[:-1]) == tokenizer.apply_chat_template(
+        [*prompt, {"role": "user", "content": "7"}], add_generation_prompt=True, tokenize=False
+    )
+
+
+def test_a_first_reply_without_room_leaves_the_prompt_as_it_is():
+    tokenizer = templated("chatml")
+    prompt = [{"role": "user", "content": "hi"}]
+
+    async def function(trajectory):
+        trajectory.reply("7" * 99, "user")
+
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    groups = [[Sample(ROW | {"prompt": prompt}, list(ids))]]
+    sample = with_servers(lambda *_: said([20]), function, tokenizer, {1}, groups=groups, length=20)
+    assert sample.failure == "error" and sample.prompt_ids == ids and not sample.response_ids
+
+
+LINES = ("{% for m in messages %}{{ '<start>' + m.role + ':' + m.content + '\n<end>\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<start>assistant:' }}{% endif %}")  # fmt: skip
+# The last message ends with <|return|>, and all others with <|end|>.
+HARMONY = ("{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
+           "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}")  # fmt: skip
+# Messages do not end, and the next one begins with a token that also ends the policy's turn.
+GLM = ("{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+       "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")  # fmt: skip
+ENDS = [
+    ("chatml", "ok<|im_end|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"),
+    ("chatml", "ok<|endoftext|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"),
+    (LINES, "ok\n<end>", "\n<start>user:7\n<end>\n<start>assistant:"),
+    (LINES, "ok", "\n<end>\n<start>user:7\n<end>\n<start>assistant:"),
+    (HARMONY, "ok<|call|>", "<|start|>user<|message|>7<|end|><|start|>assistant"),
+    (HARMONY, "ok<|return|>", "<|start|>user<|message|>7<|end|><|start|>assistant"),
+    (HARMONY, "ok", "<|end|><|start|>user<|message|>7<|end|><|start|>assistant"),
+    (GLM, "ok<|user|>", "\n7<|assistant|>"),
+    (GLM, "ok<|endoftext|>", "<|user|>\n7<|assistant|>"),
+    ("mistral", "ok</s>", "[INST] 7 [/INST]"),
+    ("mistral", "ok<|endoftext|>", "[INST] 7 [/INST]"),
+]
+END_TOKENS = ["<|im_end|>", "<|endoftext|>", "<end>", "<|call|>", "<|return|>", "<|user|>", "</s>"]
+
+
+@pytest.mark.parametrize("template, text, tail", ENDS)
+def test_whichever_token_ended_the_message_no_other_end_follows(template, text, tail):
+    tokenizer = templated(template if template in SPECIAL else "chatml")
+    more = [*END_TOKENS, "<start>", "<|start|>", "<|message|>", "<|end|>", "<|assistant|>"]
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in more])
+    if template not in SPECIAL:
+        tokenizer.chat_template = template
+    ends = set(tokenizer.convert_tokens_to_ids(END_TOKENS))
+
+    async def function(trajectory):
+        await trajectory.generate()
+        trajectory.reply("7", "user")
+        await trajectory.generate()
+
+    left = [tokenizer.encode(text), [20]]
+    sample = with_servers(lambda *_: said(left.pop(0)), function, tokenizer, ends)
+    assert tokenizer.decode(sample.response_ids[:-1]) == text + tail
+
+
+def test_replies_that_a_template_cannot_join_are_named():
+    tokenizer = templated("gemma")  # Its users and models take turns.
+    end = tokenizer.convert_tokens_to_ids(END["gemma"])
+
+    async def function(trajectory):
+        await trajectory.generate()
+        trajectory.reply("7", "user")
+        trajectory.reply("8", "user")
+
+    sample = with_servers(lambda *_: said([20, end]), function, tokenizer, {end})
+    assert sample.failure == "error" and "join messages that follow each other" in str(sample.result)
+
+
 def test_options_of_the_chat_template_hold_for_replies():
     tokenizer = templated("qwen3")
     options = {"enable_thinking": False}
-    _, inside, behind = Rollouts(plainly, tokenizer, template_options=options).render("8", "tool")
+    _, inside, behind = Rollouts(plainly, tokenizer, template_options=options).render([("tool", "8")])
     assert inside == "8" and behind.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
