@@ -11,7 +11,8 @@ reward. docs/rollouts.md has the rules and examples.
 
 The functions run in one event loop, in a thread that lives as long as the run. With --rollout hf, all
 unfinished trajectories get their next turn together and in a fixed order. The result then depends only on the
-seed, however long tools take. On servers, each trajectory proceeds at its own pace.
+seed, however long tools take, unless one of them reaches the time limit. On servers, each trajectory proceeds
+at its own pace.
 Needs rollout.py, policy.py, causal_lm.py, algorithm.py and reward_worker.py. Not covered: images, rewritten
 histories, functions in other processes.
 """
@@ -28,11 +29,12 @@ import secrets
 import sys
 import threading
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 
 from policy import Sample
@@ -44,6 +46,8 @@ OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", 
 ADDRESSES = {"reward_router_address", "reward_router_addresses"}
 TICK_S = 0.1  # Timeouts are checked at this interval. A blocked event loop counts as at most two ticks.
 BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
+STALLED_S = 5.0  # The trainer prints a message if only waits for locks keep a round from starting for longer.
+CLEANUP_S = 30.0  # When a run stops, the `finally` blocks of rollout functions may take this long.
 # asyncio.to_thread runs at most this many calls at the same time. Waits of further calls count as tool time.
 THREADS = 64
 # Placeholders in a rendered template.
@@ -52,6 +56,10 @@ QUESTION, ANSWER, CONTENT = "the-users-question", "the-assistants-answer", "cont
 
 class NoRoom(BaseException):  # Not an Exception, so that it also ends functions that catch every Exception.
     """The trajectory has reached its maximum length, and ends as it is."""
+
+
+class Closed(RuntimeError):
+    """A task that the function left running has called a trajectory that has ended."""
 
 
 @dataclass
@@ -90,8 +98,8 @@ class Trajectory:
         self._is_full = False
         self._is_closed = False  # After that, tasks that the function left running can add nothing.
         self._end_id: int | None = None  # The end token of the policy's message; None while it is open.
-        self._replies: list[tuple[str, str]] = []  # The replies (role, content) that nothing has followed yet.
-        self._before_replies = (0, 0, None)  # The numbers of turns and tokens, and the end token, before these.
+        self._replies: list[tuple[str, str]] = []  # Roles and contents of replies that nothing has followed.
+        self._before_replies = (0, 0, None)  # The number of turns and tokens, and the end token, before them.
 
     @property
     def ended(self) -> bool:
@@ -121,8 +129,8 @@ class Trajectory:
     async def generate(self, stop: str | tuple[str, ...] = (), max_tokens: int | None = None) -> str:
         """Let the policy continue until an end token, one of the stop texts, or max_tokens.
 
-        A stop text may be a special token, which decoded text does not show. Afterwards, `stopped` and `ended`
-        tell what happened; if neither is set, the policy has used up max_tokens.
+        A stop text may be a special token, which decoded text does not show. Afterwards, `stopped` and
+        `ended` tell what happened; if neither is set, the policy has used up max_tokens.
 
         Returns the policy's text, including the stop text and any characters after it in the last token.
         """
@@ -250,14 +258,17 @@ class Trajectory:
                                "return the tool's result to the rollout function")  # fmt: skip
         if self._is_full:
             raise NoRoom
+        if self._is_closed:
+            raise Closed("generate, observe, reply and insert cannot be called after the trajectory has "
+                         "ended; await all tasks in the rollout function")  # fmt: skip
         if self._working_since is None:
             raise RuntimeError("generate, observe, reply and insert cannot be called while the policy "
-                               "generates or after the trajectory has ended; await generate()")  # fmt: skip
+                               "generates; await generate()")  # fmt: skip
 
     def _check_message(self, call):
         self._check_open()
         if self.ended:
-            raise RuntimeError(f"{call}: the policy has ended its message; add the next message with reply(), "
+            raise RuntimeError(f"{call}: the policy has ended its message; add another message with reply(), "
                                "which opens a new one, or return")  # fmt: skip
 
     def _end(self):
@@ -277,9 +288,13 @@ class Trajectory:
         sample = self._sample
         sample.truncated = self._is_full
         if not call.done():
-            seconds = self._rollouts.timeout
-            message = f"the function took more than {seconds:g} s, excluding waits for the policy"
-            self._fail("timeout", f"{message}; raise --rollout-timeout, or speed up the tools")
+            place, is_lock = place_of(call, self._rollouts.file)
+            message = (f"the function took more than {self._rollouts.timeout:g} s, excluding waits for the "
+                       f"policy, and stood at {place}; ")  # fmt: skip
+            remedy = "raise --rollout-timeout, or speed up the tools"
+            if is_lock:
+                remedy = "it waited for a lock; do not hold a lock around generate()"
+            self._fail("timeout", message + remedy)
             return
         failure = self._failure_of(call)
         if failure:
@@ -320,6 +335,27 @@ def first_stop(text: str, stop) -> str | None:
     return min(found, key=lambda word: text.index(word) + len(word), default=None)
 
 
+def place_of(call: asyncio.Task, file: str) -> tuple[str, bool]:
+    """Return the line of the user's file at which a call stands, and whether it waits there for a lock."""
+    place = "an unknown line"
+    inner = ""
+    step = call.get_coro()
+    while step is not None:
+        frame = getattr(step, "cr_frame", None)
+        if frame:
+            inner = frame.f_code.co_filename
+            if inner == file:
+                place = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        step = getattr(step, "cr_await", None)
+    return place, inner in (asyncio.locks.__file__, asyncio.queues.__file__)
+
+
+def report(loop, context):
+    """Print an exception that nobody retrieves, unless it only says that the trajectory has ended."""
+    if not isinstance(context.get("exception"), NoRoom | Closed):
+        loop.default_exception_handler(context)
+
+
 def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     """Return which of the offered arguments, apart from `trajectory`, a rollout function takes.
 
@@ -345,6 +381,23 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     return taken - {"trajectory"}
 
 
+class Call(Future):
+    """A call in one of the threads."""
+
+    def __init__(self, threads: "Threads"):
+        super().__init__()
+        self.threads = threads
+        self.is_abandoned = False
+
+    def cancel(self):
+        """Cancel the call. If it is running, another thread takes the place of its thread, which may hang."""
+        is_cancelled = super().cancel()
+        if not is_cancelled and self.running() and not self.is_abandoned:
+            self.is_abandoned = True
+            self.threads.start_one()
+        return is_cancelled
+
+
 class Threads(ThreadPoolExecutor):
     """The threads of asyncio.to_thread. They are daemons, so that a stopped run does not wait for tools."""
 
@@ -352,17 +405,19 @@ class Threads(ThreadPoolExecutor):
         super().__init__(1)  # The base class starts threads only in its own submit().
         self.calls = queue.SimpleQueue()
         for _ in range(THREADS):
-            threading.Thread(target=self.work, daemon=True).start()
+            self.start_one()
+
+    def start_one(self):
+        threading.Thread(target=self.work, daemon=True).start()
 
     def submit(self, function, *arguments, **named):
-        future = Future()
+        future = Call(self)
         self.calls.put((future, partial(function, *arguments, **named)))
         return future
 
     def shutdown(self, wait=False, *, cancel_futures=False):
         """End each thread when its current call returns, without waiting, because a call may hang."""
-        for _ in range(THREADS):
-            self.calls.put(None)
+        self.calls.put(None)
 
     def work(self):
         for future, call in iter(self.calls.get, None):
@@ -373,6 +428,9 @@ class Threads(ThreadPoolExecutor):
                     future.set_exception(RuntimeError(f"a call in a thread raised {error!r}"))
                 except BaseException as error:
                     future.set_exception(error)
+                if future.is_abandoned:
+                    return
+        self.calls.put(None)  # The next thread ends, too.
 
 
 class Rollouts:
@@ -415,8 +473,11 @@ class Rollouts:
     def start(self):
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(Threads())
+        self.loop.set_exception_handler(report)
         self.last_tick = time.monotonic()  # when the loop last ran
         self.is_closing = False
+        self.printed = set()  # The lines that wait for locks and have been printed.
+        self.calls = set()  # The tasks of the function's calls that have not ended.
         self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
         threading.Thread(target=self.watch, daemon=True).start()
@@ -431,16 +492,28 @@ class Rollouts:
         self.loop.close()  # This also shuts the threads down.
 
     def close(self):
+        """End the loop. The rollouts have ended or been cancelled, but functions may still be cleaning up."""
         asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop)
-        self.thread.join(timeout=1.0)  # A tool may block the loop forever.
+        self.thread.join(timeout=1.0)
+        if self.thread.is_alive():  # A tool may block the loop forever.
+            print(f"--rollout-fn: waiting up to {CLEANUP_S:g} s for {len(self.calls)} calls to clean up; "
+                  "press Ctrl-C to quit immediately", flush=True)  # fmt: skip
+            self.thread.join(timeout=CLEANUP_S)
 
     async def end_tasks(self):
-        """Cancel all tasks and stop the loop. A task that catches its cancellation is left behind."""
+        """Let the calls clean up, then cancel what is left and stop the loop.
+
+        A call that catches its cancellation is left behind. Other tasks are cancelled last, because
+        asyncio.wait_for and other functions run parts of a cleanup in tasks.
+        """
+        end = time.monotonic() + CLEANUP_S
+        if self.calls:  # Their waves have cancelled them.
+            await asyncio.wait(self.calls, timeout=CLEANUP_S)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=0.5)
+            await asyncio.wait(tasks, timeout=max(end - time.monotonic(), 0.1))
         self.is_closing = True
         self.loop.stop()
 
@@ -450,20 +523,28 @@ class Rollouts:
             await asyncio.sleep(TICK_S)
 
     def watch(self):
-        """Print each line of the rollout function that blocks the event loop, and so all trajectories."""
+        """Print each line of the rollout function that blocks the event loop, and so all trajectories.
+
+        The loop must have stood still at several looks, because on a busy machine it may just have to wait.
+        """
         printed = set()
+        looks = 0
+        tick = None
         while True:
             time.sleep(BLOCKED_S / 4)
             frame = sys._current_frames().get(self.thread.ident)
             if not self.thread.is_alive():  # Otherwise the frame may belong to a new thread with its ident.
                 return
-            if time.monotonic() - self.last_tick < BLOCKED_S or not frame:
+            looks = looks + 1 if self.last_tick == tick else 0
+            tick = self.last_tick
+            while frame and frame.f_code.co_filename not in (self.file, __file__):
+                frame = frame.f_back
+            # If the innermost of these frames is this file's, the function is in `await generate()`.
+            if looks < 4 or not frame or frame.f_code.co_filename != self.file:
                 continue
-            places = [place for place in traceback.extract_stack(frame) if place.filename == self.file]
-            if places and places[-1].lineno not in printed:
-                place = places[-1]
-                printed.add(place.lineno)
-                line = f"{self.file}:{place.lineno} ({place.name})"
+            if frame.f_lineno not in printed:
+                printed.add(frame.f_lineno)
+                line = f"{self.file}:{frame.f_lineno} ({frame.f_code.co_name})"
                 print(f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
                       "`await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
 
@@ -562,7 +643,7 @@ class Rollouts:
         except Exception as error:  # A template is a program and may raise anything.
             raise ValueError(f"reply: the chat template rejects a message with the role {role!r} here "
                              f"({error}); pass a role that the template accepts, such as role='user' after "
-                             "the policy's message, or join messages that follow each other") from error  # fmt: skip
+                             "the policy's message, or join successive messages") from error  # fmt: skip
         _, found, after = text.partition(start)
         if not found:
             raise ValueError("reply: the chat template drops the message before the reply; call observe() "
@@ -591,8 +672,8 @@ class Rollouts:
         opening = self.encode(self.written_after(QUESTION, []).removeprefix(ended))
         kept = len(prompt_ids) - len(opening)
         if prompt_ids[kept:] != opening:
-            raise ValueError("reply: the prompt does not end as the chat template opens the policy's message; "
-                             "put the first message into the row's prompt")  # fmt: skip
+            raise ValueError("reply: the prompt does not end as the chat template opens a message; put the "
+                             "first message into the row's prompt")  # fmt: skip
         return prompt_ids[:kept]
 
     def roll_out(self, groups: list[list[Sample]], *, max_response_length, temperature, top_p=1.0, eos_ids,
@@ -661,6 +742,7 @@ class Wave:
     trajectories: list = field(default_factory=list)
     arguments: list[dict] = field(default_factory=list)  # One dict for each trajectory's call.
     waiting: dict[int, Turn] = field(default_factory=dict)  # The turns that the next round will sample.
+    stalled_s: float = 0.0  # Seconds since the last change of `waiting`.
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
     ask: Callable | None = None  # Samples a Turn: returns token ids and log-probabilities.
@@ -711,7 +793,9 @@ class Wave:
         """Call the function in a separate task, so that a call that never ends cannot hold up the run."""
         trajectory._expired = asyncio.get_running_loop().create_future()
         trajectory._working_since = time.monotonic()
-        call = asyncio.create_task(self.call(arguments))
+        call = trajectory._call = asyncio.create_task(self.call(arguments))
+        self.rollouts.calls.add(call)
+        call.add_done_callback(self.rollouts.calls.discard)
         try:
             await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
             trajectory._close(call)
@@ -740,12 +824,32 @@ class Wave:
             now = time.monotonic()
             passed = min(now - last, 2 * TICK_S)
             last = now
+            self.stalled_s += passed
+            if self.waiting and self.stalled_s > STALLED_S:
+                self.stalled_s = 0.0
+                self.report_locks()
             for trajectory in self.trajectories:
                 if trajectory._working_since is None:
                     continue
                 trajectory._left -= passed
                 if trajectory._left <= 0 and not trajectory._expired.done():
                     trajectory._expired.set_result(None)
+
+    def report_locks(self):
+        """Print where functions wait for locks if that is all that the next round waits for."""
+        places = Counter()
+        for trajectory in self.trajectories:
+            if trajectory._place not in self.waiting and not trajectory._is_closed:
+                place, is_lock = place_of(trajectory._call, self.rollouts.file)
+                if not is_lock:
+                    return
+                places[place] += 1
+        told = set(places) - self.rollouts.printed
+        self.rollouts.printed |= told
+        for place in told:
+            print(f"--rollout-fn: with --rollout hf, turns begin once all functions await generate(), but "
+                  f"{places[place]} wait for a lock at {place} while {len(self.waiting)} await generate(); "
+                  "do not hold a lock or semaphore around generate()", flush=True)  # fmt: skip
 
     async def ask_servers(self, session, turn: Turn):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
@@ -762,6 +866,7 @@ class Wave:
     async def ask_in_rounds(self, turn: Turn):
         turn.answer = asyncio.get_running_loop().create_future()
         self.waiting[turn.place] = turn
+        self.stalled_s = 0.0
         self.begin_round()
         try:
             return await turn.answer

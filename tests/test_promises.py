@@ -91,14 +91,18 @@ KEPT_BY = {
         "test_trajectory.test_observed_tokens_have_no_part_in_the_update",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
     ),
-    "A rollout function that fails, hangs or leaves tasks running affects only its own sample.": (
+    "A rollout function that fails, hangs or leaves tasks running loses only its own sample, unless it "
+    "blocks the event loop.": (
         "test_trajectory.test_a_rollout_that_fails_has_a_status_and_touches_no_other",
         "test_trajectory.test_no_way_of_failing_escapes_its_sample",
         "test_trajectory.test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody",
         "test_trajectory.test_what_a_function_leaves_running_changes_nothing_that_is_scored",
+        "test_trajectory.test_a_turn_that_a_function_leaves_running_changes_nothing_and_holds_up_nobody",
+        "test_trajectory.test_calls_that_hang_in_threads_leave_threads_for_all_others",
         "test_trajectory.test_a_failed_rollout_leaves_its_group",
     ),
-    "With `--rollout hf`, the same seed gives the same trajectory, however long its tools take.": (
+    "With `--rollout hf`, the same seed gives the same trajectories, however long tools take, unless a "
+    "rollout reaches its time limit.": (
         "test_trajectory.test_a_run_depends_on_its_seed_alone_however_long_tools_take",
         "test_trajectory.test_each_round_draws_new_random_numbers",
         "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",

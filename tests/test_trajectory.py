@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import random
 import re
@@ -150,8 +151,17 @@ def test_each_round_draws_new_random_numbers(model, tokenizer, monkeypatch):
         for _ in range(4200):
             await trajectory.generate(max_tokens=1)
 
+    async def four_turns(trajectory):
+        for _ in range(4):
+            await trajectory.generate(max_tokens=1)
+
     rolled_out(many_turns, model, tokenizer, new_groups([[5]], 1), length=5000, seed=7)
     assert len(set(drawn)) == len(drawn) == 4200
+    first = list(drawn)
+    for seed in (8, 9):  # the seeds of the next steps
+        rolled_out(four_turns, model, tokenizer, new_groups([[5]], 1), length=5000, seed=seed)
+    assert not set(first) & set(drawn[4200:])
+    drawn = first
     assert drawn[0] == torch.rand(1, dtype=torch.double, generator=torch.Generator().manual_seed(7)).item()
 
 
@@ -227,6 +237,36 @@ def test_special_tokens_in_what_a_tool_says_stay_text(model, tokenizer):
     assert tokenizer.decode(observed) == evil
 
 
+def test_a_special_token_across_the_edge_of_a_tools_text_stays_text(tokenizer):
+    rollouts = Rollouts(plainly, tokenizer)
+    for texts in (("", "<|end|>", ""), ("x<|e", "nd|>", ""), ("", "<|e", "nd|>"), ("<", "|end|", ">")):
+        ids = rollouts.encode(*texts)
+        assert not set(ids) & set(tokenizer.all_special_ids) and tokenizer.decode(ids) == "".join(texts)
+
+
+def test_a_turn_stops_at_the_stop_text_that_ends_first():
+    assert trajectories.first_stop("ab=c", ("b=c", "=")) == "=" and trajectories.first_stop("ab", "c") is None
+
+
+def test_each_turn_of_a_round_has_its_own_limit(model, tokenizer):
+    async def limits(trajectory):
+        await trajectory.generate(max_tokens=2 + 5 * trajectory.number)
+
+    samples = rolled_out(limits, model, tokenizer, new_groups([[5]], 2), eos_ids=())
+    assert [len(sample.response_ids) for sample in samples] == [2, 7]
+
+
+def test_seconds_of_tools_count_until_the_function_ends(model, tokenizer):
+    async def slow(trajectory):
+        await trajectory.generate(max_tokens=2)
+        await asyncio.sleep(0.1)
+        await trajectory.generate(max_tokens=2)
+        await asyncio.sleep(0.3)
+
+    (sample,) = rolled_out(slow, model, tokenizer, new_groups([[5]], 1), eos_ids=())
+    assert sample.tool_seconds >= 0.39
+
+
 def test_experts_insert_tokens_as_they_are(model, tokenizer):
     async def insert(trajectory):
         assert trajectory.ids == [5] and trajectory.room == 9
@@ -237,6 +277,7 @@ def test_experts_insert_tokens_as_they_are(model, tokenizer):
 
     (sample,) = rolled_out(insert, model, tokenizer, new_groups([[5]], 1), length=9, eos_ids=())
     assert sample.response_ids[2:] == [20, 21, 1] and sample.info == {"room": 4}
+    assert sample.loss_mask == [True, True, False, False, False]
     assert sample.turns[1] == {"who": "user", "text": "hm", "tokens": 3} and not sample.failure
 
 
@@ -271,7 +312,7 @@ def test_a_response_of_full_length_that_has_ended_is_not_truncated(model, tokeni
 FAULTS = {
     "raises": (KeyError("pears"), "error", "KeyError: 'pears' (test_trajectory.py:"),
     "exits": (SystemExit(3), "error", "SystemExit: 3"),
-    "hangs": (None, "timeout", "more than 0.3 s"),
+    "hangs": (None, "timeout", "more than 0.3 s, excluding waits for the policy, and stood at test_traj"),
     "cancels itself": (asyncio.CancelledError(), "error", "CancelledError"),
     "group": (ExceptionGroup("two", [ValueError("a"), OSError("b")]), "error", "two"),
 }
@@ -369,16 +410,70 @@ def test_a_tool_that_blocks_is_named(model, tokenizer, monkeypatch, capfd):
     monkeypatch.setattr(trajectory_file, "BLOCKED_S", 0.4)
     freed = threading.Event()
 
+    def tell(line, **options):
+        said.append(line)
+        freed.set()
+
+    said = []
+    monkeypatch.setattr(trajectory_file, "print", tell, raising=False)
+
     async def blocks(trajectory):
         if trajectory.number == 0 and not freed.is_set():
-            freed.wait(1.5)
-            freed.set()
+            freed.wait(60)
         await trajectory.generate(max_tokens=2)
 
     rolled_out(blocks, model, tokenizer)
-    said = [line for line in capfd.readouterr().out.splitlines() if "asyncio.to_thread" in line]
-    assert "test_trajectory.py" in said[0] and "(blocks)" in said[0]
+    assert "test_trajectory.py" in said[0] and "(blocks)" in said[0] and "asyncio.to_thread" in said[0]
     assert len(set(said)) == len(said)  # On a busy machine, the next line may be named as well.
+
+
+def test_await_generate_is_not_accused_of_blocking(model, tokenizer, monkeypatch, capfd):
+    """The trainer's own work on the loop, such as decoding, may take long on a busy machine."""
+    monkeypatch.setattr(trajectories, "BLOCKED_S", 0.2)
+    rollouts = Rollouts(plainly, tokenizer)
+    names = {"decode": rollouts.decode, "is_ours": lambda: threading.current_thread() is rollouts.thread}
+    source = "import time\ndef slow(ids):\n    time.sleep(is_ours())\n    return decode(ids)"
+    exec(compile(source, "decode.py", "exec"), names)  # This file is the rollout function's.
+    rollouts.decode = names["slow"]
+    rollouts.start()
+    try:
+        rollouts.roll_out(new_groups([[5]], 1), model=model, max_response_length=4, temperature=1.0,
+                          eos_ids={1}, seed=0, rollout_batch_size=8)  # fmt: skip
+    finally:
+        rollouts.close()
+    assert "blocks all trajectories" not in capfd.readouterr().out
+
+
+def test_a_lock_around_generate_is_named_long_before_the_time_limit(model, tokenizer, monkeypatch, capfd):
+    """Two calls hold the semaphore and wait for a round, which waits for the other two."""
+    monkeypatch.setattr(trajectories, "STALLED_S", 0.3)
+    two = asyncio.Semaphore(2)
+
+    async def calls(trajectory):
+        async with two:
+            await trajectory.generate(max_tokens=2)
+
+    samples = rolled_out(calls, model, tokenizer, new_groups([[5]], 4), eos_ids=(), timeout=1.5)
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "wait for a lock" in line]
+    assert "2 wait for a lock at test_trajectory.py:" in line and "while 2 await generate()" in line
+    failed = [sample for sample in samples if sample.failure]
+    assert [sample.failure for sample in failed] == ["timeout"] * 2
+    for sample in failed:
+        assert re.search(r"stood at test_trajectory.py:\d+ \(calls\).*do not hold a lock", str(sample.result))
+        assert "tools" not in str(sample.result)
+
+
+def test_a_slow_tool_is_not_taken_for_a_lock(model, tokenizer, monkeypatch, capfd):
+    monkeypatch.setattr(trajectories, "STALLED_S", 0.05)
+    monkeypatch.setattr(trajectories, "TICK_S", 0.02)
+
+    async def waits(trajectory):
+        if trajectory.number == 0:
+            await asyncio.sleep(0.5)
+        await trajectory.generate(max_tokens=2)
+
+    samples = rolled_out(waits, model, tokenizer, new_groups([[5]], 2), eos_ids=())
+    assert "wait for a lock" not in capfd.readouterr().out and not any(s.failure for s in samples)
 
 
 def test_a_thread_that_reuses_the_ident_of_an_ended_loop_is_not_named(monkeypatch, capfd):
@@ -513,6 +608,69 @@ class UntilScored(list):
         return super().__len__()
 
 
+def test_a_turn_that_a_function_leaves_running_changes_nothing_and_holds_up_nobody(
+    model, tokenizer, monkeypatch, caplog
+):
+    """It has begun before the end, between a request and its result, or begins after the end."""
+    left, ended, rounds, tasks = {}, {}, [], []
+    real, sampling = trajectories.sample_round, threading.Event()
+
+    def sample_round(model, turns, *arguments, **options):
+        rounds.append([turn.place for turn in turns])
+        if len(rounds) == 2:
+            sampling.set()
+            while not left[0]._is_closed:  # Number 0 ends between its request and the result.
+                time.sleep(0.01)
+        return real(model, turns, *arguments, **options)
+
+    monkeypatch.setattr(trajectories, "sample_round", sample_round)
+
+    async def keeps_asking(trajectory):
+        for _ in range(4):
+            with contextlib.suppress(RuntimeError):
+                await trajectory.generate(max_tokens=3)
+            with contextlib.suppress(RuntimeError):
+                trajectory.observe("7")
+
+    async def leaves(trajectory):
+        left[trajectory.number] = trajectory
+        await trajectory.generate(max_tokens=2)
+        if trajectory.number == 0:
+            tasks.append(asyncio.create_task(keeps_asking(trajectory)))
+            await asyncio.to_thread(sampling.wait, 30)
+            return
+        await trajectory.generate(max_tokens=2)
+        if trajectory.number == 2:  # The turn that number 1 leaves behind must not wait for this one.
+            while not left[1]._is_closed:
+                await asyncio.sleep(0.01)
+            await trajectory.generate(max_tokens=2)
+        tasks.append(asyncio.create_task(trajectory.generate(max_tokens=3)))
+        await asyncio.sleep(0)
+
+    def finished(sample):
+        ended[id(sample)] = list(sample.response_ids)
+
+    samples = rolled_out(leaves, model, tokenizer, new_groups([[5]], 3), eos_ids=(), finished=finished)
+    assert [len(sample.response_ids) for sample in samples] == [2, 4, 6]
+    assert not any(sample.failure for sample in samples)
+    assert all(sample.response_ids == ended[id(sample)] for sample in samples)
+    assert rounds[:3] == [[0, 1, 2], [0, 1, 2], [2]]
+    del tasks[:]
+    gc.collect()  # asyncio reports exceptions that nobody has retrieved.
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_an_error_in_a_task_that_a_function_leaves_running_is_still_shown(model, tokenizer, caplog):
+    async def leaves(trajectory):
+        await trajectory.generate(max_tokens=2)
+        asyncio.create_task(fails_soon())
+        await asyncio.sleep(0.1)
+
+    rolled_out(leaves, model, tokenizer, new_groups([[5]], 1), eos_ids=())
+    gc.collect()
+    assert "no such shop" in caplog.text
+
+
 def test_a_thread_that_a_function_leaves_running_adds_nothing_to_what_is_scored(model, tokenizer):
     """Neither when the function has returned, nor at its time limit."""
     scored, threads, told = threading.Event(), [], []
@@ -633,7 +791,8 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("function, failure, message", ESCAPES)
-def test_no_way_of_failing_escapes_its_sample(function, failure, message, model, tokenizer):
+def test_no_way_of_failing_escapes_its_sample(function, failure, message, model, tokenizer, monkeypatch):
+    monkeypatch.setattr(trajectories, "CLEANUP_S", 0.5)  # The call that swallows does not end.
     samples = rolled_out(function, model, tokenizer, eos_ids=(), timeout=0.3, length=9)
     for number, sample in enumerate(samples):
         if number % 4:
@@ -1385,7 +1544,7 @@ def test_replies_that_a_template_cannot_join_are_named():
         trajectory.reply("8", "user")
 
     sample = with_servers(lambda *_: said([20, end]), function, tokenizer, {end})
-    assert sample.failure == "error" and "join messages that follow each other" in str(sample.result)
+    assert sample.failure == "error" and "join successive messages" in str(sample.result)
 
 
 def test_options_of_the_chat_template_hold_for_replies():
@@ -1477,6 +1636,99 @@ def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
     finally:
         rollouts.close()
         threads.set()
+
+
+CLEANUPS = {
+    "awaits": lambda: asyncio.sleep(1.2),
+    "awaits a task": lambda: asyncio.wait_for(asyncio.sleep(1.2), 60),
+    "awaits a thread": lambda: asyncio.to_thread(time.sleep, 1.2),
+}
+
+
+@pytest.mark.parametrize("cleanup", CLEANUPS)
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_run_that_ends_waits_until_functions_have_cleaned_up(
+    cleanup, is_stopped, model, tokenizer, capfd
+):
+    """Otherwise, containers of tools would live on. The run is stopped, or all calls time out."""
+    opened, closed, stop = [], [], threading.Event()
+
+    async def in_a_container(trajectory):
+        opened.append(trajectory.number)
+        try:
+            await trajectory.generate(max_tokens=1)
+            if is_stopped:
+                stop.set()
+            await asyncio.sleep(1000)
+        finally:
+            await CLEANUPS[cleanup]()
+            closed.append(trajectory.number)
+
+    rollouts = Rollouts(in_a_container, tokenizer, timeout=60 if is_stopped else 0.3)
+    rollouts.start()
+    expected = contextlib.nullcontext()
+    if is_stopped:
+        expected = pytest.raises(RuntimeError, match="interrupted during rollouts")
+    try:
+        with expected:
+            rollouts.roll_out(new_groups([[5]], 3), model=model, max_response_length=9, temperature=1.0,
+                              eos_ids={1}, seed=0, rollout_batch_size=8, stop=stop)  # fmt: skip
+    finally:
+        rollouts.close()
+    assert sorted(opened) == sorted(closed) == [0, 1, 2]
+
+
+def test_ctrl_c_ends_the_wait_for_cleanups(model, tokenizer, monkeypatch):
+    release, told = threading.Event(), []
+
+    def tell(line, **options):
+        told.append(line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(trajectories, "print", tell, raising=False)
+
+    async def in_a_container(trajectory):
+        try:
+            await trajectory.generate(max_tokens=1)
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.to_thread(release.wait, 60)
+
+    rollouts = Rollouts(in_a_container, tokenizer, timeout=0.1)
+    rollouts.start()
+    try:
+        rollouts.roll_out(new_groups([[5]], 3), model=model, max_response_length=9, temperature=1.0,
+                          eos_ids={1}, seed=0, rollout_batch_size=8)  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.close()
+    finally:
+        release.set()
+    assert "waiting up to 30 s for 3 calls to clean up; press Ctrl-C" in told[0]
+    rollouts.thread.join(30)
+
+
+def test_calls_that_hang_in_threads_leave_threads_for_all_others(model, tokenizer, monkeypatch):
+    """Each call that is abandoned gets a thread in its place, and all threads end with the run."""
+    before, never, failures = set(threading.enumerate()), threading.Event(), []
+    monkeypatch.setattr(trajectories, "THREADS", 2)
+
+    async def with_tool(trajectory):
+        await trajectory.generate(max_tokens=2)
+        await asyncio.to_thread(tool)
+
+    rollouts = Rollouts(with_tool, tokenizer)
+    rollouts.start()
+    for tool, rollouts.timeout in ((never.wait, 0.3), (never.wait, 0.3), (time.time, 60)):
+        groups = new_groups([[5]], 2)
+        rollouts.roll_out(groups, model=model, max_response_length=9, temperature=1.0, eos_ids=set(),
+                          seed=0, rollout_batch_size=64)  # fmt: skip
+        failures.append([sample.failure for sample in groups[0]])
+    rollouts.close()
+    never.set()
+    assert failures == [["timeout"] * 2, ["timeout"] * 2, ["", ""]]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_tool_that_raises_stop_iteration_in_a_thread_fails_at_once(model, tokenizer):
