@@ -3,25 +3,25 @@
     groups_to_train = set_advantages(groups, options, decode)      # fills in Sample.advantage
     loss, sums = compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens)
 
-To add an `--advantage` or a `--loss`, write one function, add one line to ADVANTAGES or LOSSES, and list its
-name in settings.py. docs/algorithms.md compares them. FAPO's reward (equation 8 of the paper) is computed in
-compute_score.py.
+Your own advantage or loss is a function in your own file (--advantage FILE:NAME, --loss FILE:NAME); section 6
+says what it must do, recipes/advantages.py has worked examples, and docs/algorithms.md compares them. FAPO's
+reward (equation 8 of the paper) is computed in compute_score.py.
 
-This file imports nothing from this repository.
-Not covered: value functions (GAE), a KL term inside the reward, credit for units smaller than a paragraph.
+This file imports nothing from this repository, but reward_worker.py and policy.py to load and check FILE:NAME.
+Not covered: value functions (GAE), a KL term inside the reward.
 Tensor names end in their shapes: P prompts, G samples per prompt, B = P * G sequences, T tokens in the
-longest response, S paragraphs.
+longest response.
 """
 
 import copy
+import functools
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 # In float32, exp() overflows above 88. The loss may still be finite, but its gradient would be NaN.
 MAX_LOG_RATIO = 20.0
@@ -101,8 +101,7 @@ class Groups:
         penalties_P_G: The length penalty, at most 0.
         lengths_P_G, prompt_lengths_P_G: The lengths of responses and prompts in tokens.
         tokens_T: The token indices 0, 1, ... of the longest response.
-        prefixes_P_G: The number of tokens before the first wrong paragraph.
-        steps: The score of each paragraph, and the paragraph to which each token belongs.
+        samples, infos: Each policy.Sample in a flat list, and what the reward function returned for it.
 
     Args:
         groups: Lists of policy.Sample objects that have a `result`.
@@ -147,51 +146,8 @@ class Groups:
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
             returned = ", ".join(infos[0])
-            raise RuntimeError(f"--reward-fn: no result has the key {key}, which --advantage or --credit "
+            raise RuntimeError(f"--reward-fn: no result has the key {key}, which --advantage "
                                f"needs (the keys are {returned}); see docs/algorithms.md")  # fmt: skip
-
-    @cached_property
-    def prefixes_P_G(self) -> torch.Tensor:
-        """The number of tokens before the first wrong paragraph (or turn), or 0 if no error is known.
-
-        NaN means that `first_wrong` is not a number. The sample then has no verdict.
-        """
-        self.check_key("first_wrong")
-        prefixes = []
-        for sample, info in zip(self.samples, self.infos):
-            first_wrong = number_or_nan(info.get("first_wrong") or 0)
-            prefix = first_wrong  # NaN stays NaN
-            if first_wrong <= 0:
-                prefix = 0
-            elif first_wrong > 0 and sample.has_turns:
-                starts = starts_of(sample, int(first_wrong) + 1, self.decode)
-                starts = [*starts, len(sample.response_ids) - 1]  # A missing turn counts as starting here.
-                prefix = starts[min(int(first_wrong), len(starts) - 1)]
-            elif first_wrong > 0:
-                prefix = count_tokens_before(int(first_wrong), sample.text, sample.response_ids, self.decode)
-            prefixes.append(prefix)
-        return self.tensor(prefixes)
-
-    @cached_property
-    def steps(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The score of each paragraph (or turn), P x G x S, and the paragraph of each token, P x G x T.
-
-        The scores come from `step_scores` in the results. A paragraph without a score has NaN.
-        """
-        self.check_key("step_scores")
-        steps = []
-        paragraphs = []
-        for sample, info in zip(self.samples, self.infos):
-            scores = info.get("step_scores")
-            if not isinstance(scores, list):
-                scores = []
-            # One more start than scores is needed, because the last score applies up to the next paragraph.
-            starts = starts_of(sample, len(scores) + 1, self.decode)
-            numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]
-            steps.append(torch.tensor(numbers, dtype=torch.float64))
-            paragraphs.append(torch.searchsorted(torch.tensor(starts[1:]), self.tokens_T, right=True))
-        steps_B_S = pad_sequence(steps, batch_first=True, padding_value=math.nan)
-        return steps_B_S.unflatten(0, self.shape), torch.stack(paragraphs).unflatten(0, self.shape)
 
     def without_length_penalty(self) -> "Groups":
         """Return a copy whose rewards are the scores alone."""
@@ -211,147 +167,19 @@ def number_or_nan(value) -> float:
 
 
 # ---- 3. one function per advantage
-#
-# Each function takes Groups and settings.PolicyOptions. It returns one advantage per sample (P x G) or per
-# token (P x G x T). NaN marks a sample without a verdict.
 
 
-def grpo(groups, options):
+def grpo(groups):
     """Return the reward, normalised within its group (GRPO, and also FAPO)."""
     return compute_advantages(groups.rewards_P_G)
 
 
-def dr_grpo(groups, options):
+def dr_grpo(groups):
     """Return GRPO's advantage without dividing by the std. policy.py divides the loss by a constant."""
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 
-def papo(groups, options):
-    """Return A_outcome + A_process, each normalised separately (PAPO, arXiv:2603.26535).
-
-    The outcome is 1 if the answer is correct and -1 otherwise, plus the length penalty. A_outcome is
-    normalised over the whole group. The process reward is 1 if the reasoning is sound and 0 if it is flawed.
-    A_process is normalised among the correct answers and is 0 for wrong answers. So a wrong answer never
-    gains from good steps, but a group whose answers are all correct can still learn from its steps. A sample
-    has no verdict if it lacks `acc`, or if its answer is correct but its reasoning was not judged.
-    """
-    acc_P_G = groups.number("acc")
-    correct_P_G = acc_P_G == 1
-    sound_P_G = 1 - groups.number("flawed_positive")
-    unjudged_P_G = acc_P_G.isnan() | (correct_P_G & sound_P_G.isnan())
-    outcome_P_G = torch.where(correct_P_G, 1.0, -1.0) + groups.penalties_P_G
-    outcome_P_G = outcome_P_G.masked_fill(unjudged_P_G, math.nan)
-    process_P_G = sound_P_G.masked_fill(~correct_P_G, math.nan)
-    advantages_P_G = compute_advantages(outcome_P_G) + compute_advantages(process_P_G)
-    return advantages_P_G.masked_fill(unjudged_P_G, math.nan)
-
-
-def vppo(groups, options):
-    """Return one advantage for the rewarded prefix and one for the rest (VPPO, arXiv:2601.18984, eq. 6, 7).
-
-    A token of a correct solution has the value 1. A token of a wrong solution has the value `prefix_reward`
-    (alpha) in the rewarded part of the prefix before the first error, and 0 elsewhere. The advantage of a
-    token is its value minus a baseline. For the baseline, values are averaged over the tokens of each
-    solution, and these means are averaged over the group. Advantages are not divided by a std. Unlike in the
-    paper, the outcome includes the length penalty. A group with fewer than two verdicts gets 0.
-    """
-    correct_P_G = groups.number("score") > 0  # With FAPO's score and lambda = 1: correct and sound.
-    outcome_P_G = correct_P_G + groups.penalties_P_G
-    unrewarded_P_G = (options.prefix_cut * groups.prompt_lengths_P_G).round()
-    rewarded_P_G = (groups.prefixes_P_G - unrewarded_P_G).clamp(min=0)
-    share_P_G = rewarded_P_G / groups.lengths_P_G
-    alpha_P_G = torch.where(correct_P_G, 0.0, options.prefix_reward)
-    values_P_G = (outcome_P_G + alpha_P_G * share_P_G).nan_to_num()
-    known_P_G = ~outcome_P_G.isnan()
-    count = known_P_G.sum(1, keepdim=True)
-    centred_P_G = outcome_P_G - values_P_G.sum(1, keepdim=True) / count.clamp(min=1)
-    is_rewarded_P_G_T = groups.tokens_T < rewarded_P_G[..., None]
-    advantages_P_G_T = centred_P_G[..., None] + alpha_P_G[..., None] * is_rewarded_P_G_T
-    advantages_P_G_T = torch.where((known_P_G & (count >= 2))[..., None], advantages_P_G_T, 0.0)
-    return advantages_P_G_T.masked_fill(groups.prefixes_P_G.isnan()[..., None], math.nan)
-
-
-def terms(groups, options):
-    """Return the weighted sum of reward components, normalised over the step (GDPO, arXiv:2601.05242).
-
-    Each component is first normalised within its group. If a component is NaN, the sample is excluded from
-    that component only. A sample without any component has no verdict. The step's mean is not subtracted,
-    because the sums already have mean 0 in every group.
-    """
-    total_P_G = 0.0
-    size_P_G = 0.0
-    known_P_G = False
-    for name, weight in parse_terms(options.reward_terms).items():
-        term_P_G = groups.number(name)
-        weighted_P_G = weight * compute_advantages(term_P_G)
-        total_P_G = total_P_G + weighted_P_G
-        size_P_G = size_P_G + weighted_P_G.abs()
-        known_P_G = known_P_G | ~term_P_G.isnan()
-    # If components cancel out, rounding and the 1e-6 in the divisors leave a small remainder.
-    total_P_G = torch.where(total_P_G.abs() > 1e-4 * size_P_G, total_P_G, 0.0)
-    std = (total_P_G.square().sum() / (known_P_G.sum() - 1).clamp(min=1)).sqrt()
-    return (total_P_G / (std + 1e-6)).masked_fill(~known_P_G, math.nan)
-
-
-def parse_terms(reward_terms: tuple[str, ...]) -> dict[str, float]:
-    """Parse --reward-terms into names and weights. Raises ValueError if a term is not NAME=WEIGHT."""
-    weights = {}
-    for term in reward_terms:
-        name, _, weight = term.partition("=")
-        try:
-            weights[name] = float(weight)
-        except ValueError:
-            weights[name] = math.nan
-        if not math.isfinite(weights[name]):
-            raise ValueError(f"--reward-terms {term}: needs a finite weight; pass NAME=WEIGHT, as in acc=1")
-    return weights
-
-
-def steps(groups, options):
-    """Return outcome advantages plus step scores (process supervision, arXiv:2402.03300, section 4.1.3).
-
-    The step scores are normalised over all paragraphs of a group. A token gets the advantage of its response
-    plus the scores of its own paragraph and of all later paragraphs. A sample without any score has no
-    verdict.
-    """
-    steps_P_G_S, paragraphs_P_G_T = groups.steps
-    unscored_P_G = steps_P_G_S.isnan().all(2)
-    outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
-    scores_P_GS = compute_advantages(steps_P_G_S.flatten(1))
-    scores_P_G_S = scores_P_GS.view(steps_P_G_S.shape)
-    sums_P_G_S = scores_P_G_S.flip(2).cumsum(2).flip(2)
-    advantages_P_G_T = outcome_P_G[..., None] + sums_P_G_S.gather(2, paragraphs_P_G_T)
-    return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
-
-
-ADVANTAGES = {  # settings.py repeats these names as choices of --advantage.
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "papo": papo,
-    "vppo": vppo,
-    "terms": terms,
-    "steps": steps,
-}
-
-
-def spare_good_prefix(advantages, groups):
-    """Set negative advantages before the first wrong paragraph to 0 (--credit prefix; VPPO, equation 8).
-
-    The advantages are P x G or P x G x T. The result is P x G x T.
-    """
-    if advantages.dim() == 2:
-        advantages = advantages[..., None]
-    advantages = advantages.masked_fill(groups.prefixes_P_G.isnan()[..., None], math.nan)
-    is_good_P_G_T = groups.tokens_T < groups.prefixes_P_G[..., None]
-    return torch.where(is_good_P_G_T, advantages.clamp(min=0), advantages)
-
-
-def apply_formula(groups: Groups, options) -> torch.Tensor:
-    """Compute the advantages for --advantage and --credit, P x G or P x G x T."""
-    advantages = ADVANTAGES[options.advantage](groups, options)
-    if options.credit == "prefix":
-        advantages = spare_good_prefix(advantages, groups)
-    return advantages
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 
 # ---- 4. advantages -> samples
@@ -376,7 +204,7 @@ def set_advantages(
         RuntimeError: require_keys is set, and one of these keys occurs in no result.
     """
     results = Groups(groups, decode, require_keys)
-    advantages = apply_formula(results, options)
+    advantages = advantage_function(options)(results)
     # The loss is computed in float32, where a large number may become infinite.
     has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
     has_number_B &= ~results.rewards_P_G.isnan().flatten()
@@ -411,75 +239,50 @@ def has_learning_signal(groups: Groups, options) -> torch.Tensor:
 
     As in DAPO, the length penalty does not count: different lengths alone are not a learning signal.
     """
-    advantages = apply_formula(groups.without_length_penalty(), options).nan_to_num()
+    advantages = advantage_function(options)(groups.without_length_penalty()).nan_to_num()
     return advantages.abs().flatten(1).amax(1) > 1e-6
 
 
 # ---- 5. advantages -> loss
-#
-# Each loss function takes B x T tensors and its Clip, and returns the loss of each token and whether the
-# token was clipped, both B x T.
 
 
-@dataclass(frozen=True)
-class Clip:
-    """The range 1 - low .. 1 + high to which the ratio of probabilities is clipped."""
-
-    low: float
-    high: float
-    dual: float = 10.0  # The dual clip bounds the ratio of tokens with a negative advantage.
-
-
-def clip_loss(logprobs, log_ratio, advantages, mask, clip):
+def clip_loss(logprobs, log_ratio, advantages, mask, clip_low=0.2, clip_high=0.28, clip_c=10.0):
     """Compute PPO's clipped loss with DAPO's clip-higher and dual clip (arXiv:1912.09729)."""
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss_B_T = torch.maximum(unclipped, clipped)
-    bound = -advantages * clip.dual
+    bound = -advantages * clip_c  # The dual clip bounds the ratio of tokens with a negative advantage.
     loss_B_T = torch.where(advantages < 0, torch.minimum(loss_B_T, bound), loss_B_T)
     return loss_B_T, loss_B_T != unclipped
 
 
-def gspo_loss(logprobs, log_ratio, advantages, mask, clip):
+def gspo_loss(logprobs, log_ratio, advantages, mask, clip_low=3e-4, clip_high=4e-4):
     """Compute the loss of GSPO-token (arXiv:2507.18071), which has no dual clip."""
     sequence_log_ratio = log_ratio.sum(1, keepdim=True) / lengths_of(mask)
     # The value is the sequence's ratio, but each token keeps the gradient of its own log-probability.
     ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss_B_T = torch.maximum(unclipped, clipped)
     return loss_B_T, loss_B_T != unclipped
 
 
-def cispo_loss(logprobs, log_ratio, advantages, mask, clip):
+gspo_loss.over_sequences = True  # The mean is over each sequence's tokens first, and then over sequences.
+
+
+def cispo_loss(logprobs, log_ratio, advantages, mask, clip_low=1.0, clip_high=4.0):
     """Compute CISPO's loss (arXiv:2506.13585): log-probabilities weighted by the detached clipped ratio.
 
-    Unlike a clipped loss, this loss gives every token a gradient. There is no dual clip.
+    Unlike a clipped loss, this loss gives every token a gradient. There is no dual clip. By default, the
+    ratio is clipped to 0 .. 5, as in ScaleRL (arXiv:2510.13786).
     """
     ratio = log_ratio.exp().detach()
-    weight = ratio.clamp(1 - clip.low, 1 + clip.high)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -advantages * weight * logprobs, weight != ratio
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A loss function and its default clip range, taken from the paper."""
-
-    compute: Callable
-    clip: Clip
-    # Average over each sequence's tokens and then over sequences, instead of over all tokens.
-    over_sequences: bool = False
-
-    def clip_with(self, low: float | None, high: float | None, dual: float) -> Clip:
-        return Clip(self.clip.low if low is None else low, self.clip.high if high is None else high, dual)
-
-
-LOSSES = {  # settings.py repeats these names as choices of --loss.
-    "clip": Loss(clip_loss, Clip(0.2, 0.28)),  # DAPO
-    "gspo": Loss(gspo_loss, Clip(3e-4, 4e-4), over_sequences=True),
-    "cispo": Loss(cispo_loss, Clip(1.0, 4.0)),  # ScaleRL (arXiv:2510.13786) clips the ratio to 0 .. 5.
-}
+LOSSES = {"clip": clip_loss, "gspo": gspo_loss, "cispo": cispo_loss}
 
 
 def compute_policy_loss(
@@ -490,16 +293,15 @@ def compute_policy_loss(
     num_tokens: int,
     *,
     num_sequences: int | None = None,
-    loss: str = "clip",
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    clip_c: float = 10.0,
+    loss: str | Callable = "clip",
     rollout_logprobs: torch.Tensor | None = None,
     tis_cap: float | None = None,
+    **settings,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the policy loss of a micro-batch, and sums for the metrics.
 
-    The loss is a mean over the tokens of the whole mini-batch (gspo: over its sequences). So the losses of
+    The loss is a mean over the tokens of the whole mini-batch, or over its sequences if the loss function has
+    a true attribute `over_sequences` (gspo). So the losses of
     micro-batches and ranks add up to the same number, however the samples are split.
 
     Args:
@@ -508,37 +310,36 @@ def compute_policy_loss(
         advantages: One number per sequence (B) or per token (B x T).
         mask: True on the tokens that the policy wrote, B x T.
         num_tokens: Number of tokens that the policy wrote in the whole mini-batch.
-        num_sequences: Number of sequences in the whole mini-batch, by default B. Only gspo uses it.
-        loss: A name in LOSSES.
-        clip_low, clip_high: The ratio is clipped to 1 - clip_low .. 1 + clip_high. Defaults: see LOSSES.
-        clip_c: Dual-clip bound, used only by the "clip" loss.
+        num_sequences: Number of sequences in the whole mini-batch, by default B, for a mean over sequences.
+        loss: A name in LOSSES, or a function (see loss_function).
         rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
+        settings: Arguments of the loss, such as clip_low, clip_high and clip_c; None: the loss's own default.
 
     Returns:
-        The loss, and sums to add up over micro-batches, such as the number of clipped tokens.
+        The loss, and sums to add up over micro-batches, such as the number of clipped tokens. That number is
+        absent if the loss does not clip.
     """
-    chosen = LOSSES[loss]
-    clip = chosen.clip_with(clip_low, clip_high, clip_c)
+    compute = LOSSES.get(loss, loss)
+    settings = {name: value for name, value in settings.items() if value is not None}
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     mask = mask.to(logprobs.dtype)
     logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may contain anything, even NaN.
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    loss_B_T, is_clipped = chosen.compute(logprobs, log_ratio, advantages, mask, clip)
     kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
-    sums = {
-        "clipped_tokens": (is_clipped * mask).sum().item(),
-        "approx_kl_sum": (kl_B_T * mask).sum().item(),
-        "loss_tokens": mask.sum().item(),
-    }
+    sums = {"approx_kl_sum": (kl_B_T * mask).sum().item(), "loss_tokens": mask.sum().item()}
+    loss_B_T = compute(logprobs, log_ratio, advantages, mask, **settings)
+    if isinstance(loss_B_T, tuple):
+        loss_B_T, is_clipped = loss_B_T
+        sums["clipped_tokens"] = (is_clipped * mask).sum().item()
     if tis_cap is not None:
         weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
         sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
         weight = weight.clamp(max=tis_cap)
         sums["tis_sum"] = (weight * mask).sum().item()
         loss_B_T = loss_B_T * weight
-    if chosen.over_sequences:
+    if getattr(compute, "over_sequences", False):
         loss_B = (loss_B_T * mask).sum(1) / lengths_of(mask)[:, 0]
         return loss_B.sum() / (num_sequences or len(mask)), sums
     return (loss_B_T * mask).sum() / num_tokens, sums
@@ -560,7 +361,124 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
 
 
-# ---- 6. locating paragraphs in the tokens of a response
+# ---- 6. functions from your own files
+
+
+def advantage_function(options) -> Callable:
+    """Return the function of --advantage with its settings, so that only the Groups are missing.
+
+    The function gets Groups and the settings in --advantage-kwargs. It returns one advantage per sample (P x
+    G) or per token (P x G x T). A sample without a verdict has NaN in `rewards_P_G`. The statistics of its
+    group must exclude this sample, and its own advantage should be NaN.
+
+    Raises:
+        ValueError: The function cannot be loaded.
+    """
+    return partial(named_function("advantage", options.advantage), **json.loads(options.advantage_kwargs))
+
+
+def loss_function(options) -> tuple[Callable, dict]:
+    """Return the function of --loss and its settings.
+
+    The function gets four B x T tensors and its settings: log-probabilities, their differences from the old
+    log-probabilities, advantages (B x 1 if all tokens share theirs) and the mask of the policy's tokens. It
+    returns the loss of each token or, if it clips, a pair: the losses and whether each token was clipped.
+    The loss of a sequence must not depend on other sequences, because any split of a mini-batch must give
+    the same sum. The settings are those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
+
+    Raises:
+        ValueError: The function cannot be loaded.
+    """
+    flags = {name: getattr(options, name) for name in ("clip_low", "clip_high", "clip_c")}
+    settings = {name: value for name, value in flags.items() if value is not None}
+    return named_function("loss", options.loss), settings | json.loads(options.loss_kwargs)
+
+
+@functools.cache  # The file is loaded once per process.
+def named_function(field: str, name: str) -> Callable:
+    """Return a shipped advantage or loss by its name, or load FILE:NAME. Raises ValueError."""
+    shipped = {"advantage": ADVANTAGES, "loss": LOSSES}[field]
+    if name in shipped:
+        return shipped[name]
+    if ":" not in name:
+        raise ValueError(f"--{field} {name}: must be {', '.join(shipped)} or FILE.py:NAME")
+    from reward_worker import load_in_this_process
+
+    return load_in_this_process(field, name)
+
+
+def check_functions(options) -> None:
+    """Call the functions of --advantage and --loss on small examples. Raises ValueError with the reason."""
+    from reward_worker import error_line
+
+    checks = {"advantage": check_advantage, "loss": check_loss}
+    for field, check in checks.items():
+        name = getattr(options, field)
+        function = named_function(field, name)
+        try:
+            complaint = check(options)
+        except Exception as error:
+            complaint = error_line(error, function.__code__.co_filename)
+        if complaint:
+            raise ValueError(f"--{field} {name}: on a small example, {complaint}; see docs/algorithms.md")
+
+
+def check_advantage(options) -> str:
+    """Return why an advantage breaks the contract of `advantage_function`, or an empty string."""
+    from policy import Sample
+
+    def groups_of(*infos):
+        groups = []
+        for _ in range(2):
+            group = []
+            for info in infos:
+                result = {"reward_score": info["score"], "reward_extra_info": dict(info), "status": "ok"}
+                group.append(Sample({}, [1, 1], [*b"1\n\n2"], [-1.0] * 4, "1\n\n2", result=result))
+            groups.append(group)
+        return Groups(groups, lambda ids: bytes(ids).decode())
+
+    penalty = {"overlong_penalty": -0.5} if options.overlong_buffer else {}
+    right = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
+    wrong = dict(score=-1.0, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
+    compute = advantage_function(options)
+    found = {}
+    for count, infos in ((2, (right, wrong | penalty)), (3, (right, wrong | penalty, {"score": None}))):
+        found[count] = compute(groups_of(*infos))
+        shape = tuple(getattr(found[count], "shape", ()))
+        if shape not in ((2, count), (2, count, 4)):
+            return (f"the function returned {shape or type(found[count]).__name__}, but it must return a "
+                    f"tensor of the shape {(2, count)} or {(2, count, 4)}")  # fmt: skip
+    if not torch.allclose(found[2], found[3][:, :2], equal_nan=True):
+        return "a sample without a verdict (NaN) changes the advantages of its group; exclude such samples"
+    return ""
+
+
+def check_loss(options) -> str:
+    """Return why a loss breaks the contract of `loss_function`, or an empty string."""
+    function, settings = loss_function(options)
+    generator = torch.Generator().manual_seed(0)
+    logprobs, log_ratio = torch.randn(2, 3, 4, generator=generator)
+    log_ratio.requires_grad_()
+    logprobs = logprobs + log_ratio
+    advantages = torch.tensor([[1.0], [-1.0], [2.0]])
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 1, 0]])
+    inputs = [logprobs * mask, log_ratio * mask, advantages, mask]
+    whole = function(*inputs, **settings)
+    parts = whole if isinstance(whole, tuple) else (whole,)
+    if len(parts) > 2 or any(getattr(part, "shape", None) != mask.shape for part in parts):
+        return "the function must return a tensor of the shape of its inputs (B x T), or a pair of them"
+    if not parts[0].requires_grad or not (parts[0] * mask).isfinite().all():
+        return "the loss of a token has no gradient or is not finite"
+    for row in range(len(mask)):
+        alone = function(*[tensor[row : row + 1] for tensor in inputs], **settings)
+        alone = alone[0] if isinstance(alone, tuple) else alone
+        if not torch.allclose(alone * mask[row], parts[0][row] * mask[row], atol=1e-6):
+            return ("the loss of a sequence depends on the other sequences of its micro-batch, so that the "
+                    "result would depend on the split into micro-batches")  # fmt: skip
+    return ""
+
+
+# ---- 7. locating paragraphs in the tokens of a response
 
 
 def starts_of(sample, count: int, decode) -> list[int]:

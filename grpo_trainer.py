@@ -160,7 +160,7 @@ def collect_batch(run: Run, batch: Batch, collect) -> None:
     """Collect a batch, choose at least one group for the update, and compute the batch's metrics."""
     collect(batch)
     groups = batch.groups_to_train
-    if run.config.dynamic_sampling and groups:  # --advantage terms normalises over all of them.
+    if run.config.dynamic_sampling and groups:  # An advantage may depend on all of them.
         set_advantages(groups, run.config, run.decode)
     if not groups:  # Then the update trains nothing, but still checks the sampler.
         groups = batch.groups[-1:]

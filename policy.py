@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers.core_model_loading import revert_weight_conversion
 
-from algorithm import compute_kl_loss, compute_policy_loss
+from algorithm import compute_kl_loss, compute_policy_loss, loss_function
 from causal_lm import (
     add_adapters,
     can_share_prompts,
@@ -138,6 +138,7 @@ class Policy:
             # With an attention mask, cuDNN's gradients are NaN for some lengths (pytorch issue 196678).
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.has_adapters = options.lora_rank > 0
+        loss_function(options)  # Fail early if the function cannot be loaded.
         self.model = self.load(source)
         self.reference = None
         if options.kl_coef and self.has_adapters:
@@ -280,6 +281,7 @@ class Policy:
         of a step, the model has not changed yet, so its log-probabilities are the old ones.
         """
         config = self.config
+        compute_loss, loss_settings = loss_function(config)
         sums = Counter()
         num_tokens = loss_tokens = batch.num_tokens
         if config.advantage == "dr_grpo":
@@ -304,12 +306,10 @@ class Policy:
                     mask,
                     loss_tokens,
                     num_sequences=batch.num_sequences,
-                    loss=config.loss,
-                    clip_low=config.clip_low,
-                    clip_high=config.clip_high,
-                    clip_c=config.clip_c,
+                    loss=compute_loss,
                     rollout_logprobs=rollout,
                     tis_cap=config.tis_cap,
+                    **loss_settings,
                 )
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
@@ -350,7 +350,8 @@ class Policy:
         num_tokens = sums["loss_tokens"]
         metrics["actor/loss"] = sums["loss_sum"] / len(norms)
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/clip_fraction"] = sums["clipped_tokens"] / num_tokens
+        if "clipped_tokens" in sums:  # Some losses do not clip.
+            metrics["actor/clip_fraction"] = sums["clipped_tokens"] / num_tokens
         metrics["actor/approx_kl"] = sums["approx_kl_sum"] / num_tokens
         if self.reference is not None:
             metrics["actor/kl_to_reference"] = sums["reference_kl_sum"] / num_tokens

@@ -256,7 +256,7 @@ class Log:
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
             self.wandb.log(line, step=step)
-        terms = [term.partition("=")[0] for term in self.config.reward_terms]
+        terms = json.loads(self.config.advantage_kwargs).get("weights", ())
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
 
     def seconds_left(self, step: int) -> float:
@@ -370,7 +370,7 @@ def accuracies(line: dict) -> list[str]:
 def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
     """Print the most important metrics of a step or an evaluation, in lines of at most 120 characters.
 
-    Reward components named in `terms` are shown as well.
+    Reward components named in `terms` (`weights` in --advantage-kwargs) are shown as well.
     """
     labels = ON_SCREEN | {f"reward/{term}": term for term in terms if f"reward/{term}" not in ON_SCREEN}
     parts = [f"step {line['step']}/{total_steps}"]

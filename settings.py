@@ -33,27 +33,20 @@ class PolicyOptions:
     max_response_length: int = 8192  # Maximum length of a response in tokens; longer responses are cut off.
     mini_batch_size: int = 32  # Maximum number of prompts per optimizer update.
 
-    # How rewards become advantages; docs/algorithms.md describes the choices.
-    advantage: Literal["grpo", "dr_grpo", "papo", "vppo", "terms", "steps"] = "grpo"
-    # Weights of reward components for --advantage terms, such as acc=1 flawed_positive=-0.5.
-    reward_terms: tuple[str, ...] = ()
-    # With --advantage vppo: reward of each token in a good prefix (VPPO's alpha).
-    prefix_reward: float = 0.5
-    # With --advantage vppo: number of tokens at the end of a good prefix that earn nothing, as a multiple of
-    # the prompt's length.
-    prefix_cut: float = 1.0
-    # Tokens that a negative advantage applies to: all tokens of the sample (sample), or only the tokens after
-    # the good prefix (prefix).
-    credit: Literal["sample", "prefix"] = "sample"
-    # Policy loss: PPO's clipped loss with one ratio per token (clip) or per sequence (gspo), or
-    # log-probabilities weighted by the clipped ratio (cispo).
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    # How rewards become advantages: grpo, dr_grpo, or your own function FILE:NAME, such as
+    # recipes/advantages.py:vppo; docs/algorithms.md compares them.
+    advantage: str = "grpo"
+    advantage_kwargs: str = "{}"  # JSON object of arguments for every call of --advantage.
+    # Policy loss: PPO's clipped loss with one ratio per token (clip) or per sequence (gspo),
+    # log-probabilities weighted by the clipped ratio (cispo), or your own function FILE:NAME.
+    loss: str = "clip"
+    loss_kwargs: str = "{}"  # JSON object of arguments for every call of --loss.
     # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
     clip_low: float | None = None
     # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
     clip_high: float | None = None
-    # Upper bound of the ratio for negative advantages (dual clip of --loss clip); must be above 1.
-    clip_c: float = 10.0
+    # Upper bound of the ratio for negative advantages (dual clip of --loss clip), above 1; default: 10.
+    clip_c: float | None = None
     # Cap of the importance weights that correct for differences between sampler and policy; default: no
     # correction, or 2 with --overlap.
     tis_cap: float | None = None
@@ -188,7 +181,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.group_size < 2:
             raise ValueError(f"--group-size {self.group_size}: must be at least 2, because each sample is "
                              "compared with other samples of its prompt")  # fmt: skip
-        if not self.clip_c > 1:
+        if self.clip_c is not None and not self.clip_c > 1:
             raise ValueError(f"--clip-c {self.clip_c}: must be above 1, or wrong answers would get no "
                              "gradient")  # fmt: skip
         if self.val_top_p > 1:
@@ -207,15 +200,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(f"--{name}: needs the package {name}, which is not installed; run pip "
                                  f"install {name}")  # fmt: skip
-        from algorithm import length_penalty_of, parse_terms  # here, because it imports torch
+        for name in ("advantage_kwargs", "loss_kwargs"):
+            reward_loop.json_object(name, getattr(self, name))
+        from algorithm import check_functions, length_penalty_of  # here, because it imports torch
 
-        terms = parse_terms(self.reward_terms)
-        if bool(terms) != (self.advantage == "terms"):
-            raise ValueError("--reward-terms and --advantage terms only work together; pass both, as in "
-                             "--advantage terms --reward-terms acc=1 flawed_positive=-0.5")  # fmt: skip
-        if terms and self.overlong_buffer and "overlong_penalty" not in terms:
-            raise ValueError(f"--reward-terms {' '.join(self.reward_terms)}: the length penalty is missing; "
-                             "add overlong_penalty=1, or pass --overlong-buffer 0")  # fmt: skip
+        check_functions(self)
         length_penalty_of(self)
         if not self.rollout_fn and self.rollout_kwargs != "{}":
             raise ValueError(f"--rollout-kwargs {self.rollout_kwargs}: has no effect without --rollout-fn; "
@@ -272,7 +261,7 @@ GROUPS = {
         http_retries max_no_verdict_rate""",
     "judge": "genrm genrm_ router_address reward_model_",
     "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
-    "algorithm": """advantage credit loss reward_terms prefix_ clip_ tis_cap kl_coef entropy_coef overlong_
+    "algorithm": """advantage advantage_kwargs loss loss_kwargs clip_ tis_cap kl_coef entropy_coef overlong_
         dynamic_sampling max_refills max_idle_steps""",
     "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
         max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",

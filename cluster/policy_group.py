@@ -27,6 +27,7 @@ import torch.distributed as dist
 from cluster.placement import RESERVE_TIMEOUT, Reservation, end_actors, rank_spec
 from cluster.ranks import RankedPolicy, Ranks
 from policy import MiniBatch, RanksLost, Sample, entropy_of, mini_batches
+from reward_worker import file_and_name, fingerprints
 
 # Seconds to wait for free resources after a rank has died, because a new node may join the cluster.
 RESTART_TIMEOUT = 900.0
@@ -56,6 +57,13 @@ class PolicyGroup:
         self.own_reservation = None
         self.actors = []
         self.starts = 0
+        # Ranks load a loss of the user's own from its file, which must not change until the run ends.
+        self.loss = config.loss
+        self.loss_files = {}
+        if ":" in config.loss:
+            path, name = file_and_name("loss", config.loss)
+            self.loss = f"{path}:{name}"  # Ranks have another working directory.
+            self.loss_files = fingerprints(str(path))
         # The number of weight updates, or None if it is unknown after a failure.
         self.num_updates = 0
         self.lock = threading.RLock()
@@ -71,6 +79,7 @@ class PolicyGroup:
         self.num_updates = 0
         config = SimpleNamespace(**dataclasses.asdict(self.config))  # Ranks need not import its class.
         config.model = absolute(config.model)  # Ranks have another working directory.
+        config.loss = self.loss
         reservation = self.reservation
         if not reservation:
             reservation = self.own_reservation = Reservation({"rank": rank_spec(config)}, timeout_s)
@@ -92,6 +101,7 @@ class PolicyGroup:
                 store=f"{host}:{port}",
                 address=addresses[node],
                 per_node=max(per_node.values()),
+                files=self.loss_files,
             )
             # Ray shows each actor only its own GPU.
             device = torch.device("cuda:0") if self.device.type == "cuda" else self.device

@@ -13,7 +13,7 @@ compilation, shared prompts (speedups.py), for which all ranks would have to agr
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MethodType
 
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from causal_lm import layers_of, logprobs_and_entropy, set_dtypes
 from cluster.weights import send
 from policy import Policy, Sample, micro_batches
+from reward_worker import check_files
 from rollout import served_weights
 
 # Time limit of a collective operation. It can be long, because PolicyGroup detects a dead rank immediately
@@ -54,6 +55,7 @@ class RankedPolicy(Policy):
             if not threads and config.policy_offload:  # The optimizer runs on the CPU.
                 threads = len(os.sched_getaffinity(0)) // ranks.per_node
             torch.set_num_threads(threads or 1)
+        check_files(ranks.files)  # Ranks may have been restarted since the run began.
         ranks.join(device)
         self.is_sharded = ranks.count > 1 or config.policy_offload
         if self.is_sharded:
@@ -130,6 +132,8 @@ class Ranks:
     """Address of this node for the other ranks."""
     per_node: int = 1
     """Maximum number of ranks on a node."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file of the loss, if the loss is a function of the user's own."""
 
     def join(self, device: torch.device) -> None:
         """Connect this rank to the others, and return when all ranks have joined."""

@@ -141,7 +141,7 @@ async def rubric(
     """Score a correct answer with 1 minus `weight` times the fraction of a checklist that it misses.
 
     The points of the checklist come from the row's extra_info["rubric"] or else from `points`.
-    `flawed_positive` is the missed fraction, from 0 (all points met) to 1. --advantage papo uses this
+    `flawed_positive` is the missed fraction, from 0 (all points met) to 1. The advantage papo uses this
     fraction. The trainer averages `met_1`, `met_2` ... as metrics. Evaluations use only the outcome reward.
     """
     result = fapo.compute_score(data_source, solution_str, ground_truth, turns=turns)

@@ -18,7 +18,8 @@ LANES=${LANES:-$(getconf _NPROCESSORS_ONLN)}  # nproc would print OMP_NUM_THREAD
 WORLDS=${WORLDS:-first second tools public}
 SEEDS="0 1 2"
 # The number of paragraphs is fixed, so additional steps cannot earn anything, and the whole prefix is kept.
-VPPO=(--advantage vppo --prefix-cut 0)
+VPPO=(--advantage recipes/advantages.py:vppo --advantage-kwargs '{"prefix_cut": 0}')
+SPARED=(--advantage recipes/advantages.py:spare_good_prefix)
 JUDGE_OF_WRONG=("${JUDGE[@]:0:5}" "${JUDGE[5]/\{/\{\"judge_wrong\": true, }")
 SCHEDULE=recipes/lambda_schedule.py
 LORA=(--lora-rank 16 --lora-alpha 32 --lr 1e-3)
@@ -59,7 +60,7 @@ served() {  # served WORLD [prefix_judge vppo_judge]: runs FAPO and these algori
   for seed in $SEEDS; do
     policy "$1" fapo_judge "$seed" "${JUDGE[@]}"
     [ $# -gt 1 ] || continue
-    policy "$1" prefix_judge "$seed" "${JUDGE_OF_WRONG[@]}" --credit prefix
+    policy "$1" prefix_judge "$seed" "${JUDGE_OF_WRONG[@]}" "${SPARED[@]}"
     policy "$1" vppo_judge "$seed" "${JUDGE_OF_WRONG[@]}" "${VPPO[@]}"
   done
   end_judge
@@ -76,7 +77,7 @@ first_world() {
     for seed in $SEEDS; do
       policy "$name" rule "$seed" "${RULE[@]}"
       policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
-      policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+      policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage recipes/advantages.py:papo
     done
     all_done
     served "$name"
@@ -88,12 +89,13 @@ first_world() {
     for seed in $SEEDS; do
       policy "$name" rule "$seed" "${RULE[@]}"
       policy "$name" fapo_oracle "$seed" "${ORACLE[@]}"
-      policy "$name" prefix_oracle "$seed" "${ORACLE[@]}" --credit prefix
+      policy "$name" prefix_oracle "$seed" "${ORACLE[@]}" "${SPARED[@]}"
       policy "$name" vppo_oracle "$seed" "${ORACLE[@]}" "${VPPO[@]}"
-      policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage papo
+      policy "$name" papo_oracle "$seed" "${ORACLE[@]}" --advantage recipes/advantages.py:papo
       [ $warm = 0 ] || continue
       policy "$name" dr_grpo_oracle "$seed" "${ORACLE[@]}" --advantage dr_grpo
-      policy "$name" terms_oracle "$seed" "${ORACLE[@]}" --advantage terms --reward-terms acc=1 flawed_positive=-0.5
+      policy "$name" terms_oracle "$seed" "${ORACLE[@]}" --advantage recipes/advantages.py:terms \
+        --advantage-kwargs '{"weights": {"acc": 1, "flawed_positive": -0.5}}'
       policy "$name" gspo_oracle "$seed" "${ORACLE[@]}" --loss gspo
       policy "$name" cispo_oracle "$seed" "${ORACLE[@]}" --loss cispo
       policy "$name" lora_oracle "$seed" "${ORACLE[@]}" "${LORA[@]}"
@@ -133,18 +135,18 @@ told() {  # told CHECKPOINT NAME SEED JSON [FLAGS]: trains a policy with these s
 compare() {  # compare SEED CHECKPOINT: runs the four main algorithms
   own "$2" rule "$1" "${RULE[@]}"
   own "$2" fapo_oracle "$1" "${ORACLE[@]}"
-  own "$2" prefix_oracle "$1" "${ORACLE[@]}" --credit prefix
+  own "$2" prefix_oracle "$1" "${ORACLE[@]}" "${SPARED[@]}"
   own "$2" vppo_oracle "$1" "${ORACLE[@]}" "${VPPO[@]}"
 }
 compare_more() {  # compare_more SEED CHECKPOINT: runs two further algorithms
-  own "$2" papo_oracle "$1" "${ORACLE[@]}" --advantage papo
+  own "$2" papo_oracle "$1" "${ORACLE[@]}" --advantage recipes/advantages.py:papo
   own "$2" steps_oracle "$1" "${STEPS[@]}"
 }
 # be_fair SEED: runs FAPO with other penalties, and with a bonus for the correct prefix of a wrong answer. The methods
 # that use the position of the first error also run with the oracle queried on correct answers only.
 be_fair() {
   told 0 penalty2 "$1" '{"penalty": 2.0}'
-  told 0 prefix_right "$1" '{"judge_wrong": false}' --credit prefix
+  told 0 prefix_right "$1" '{"judge_wrong": false}' "${SPARED[@]}"
   told 0 vppo_right "$1" '{"judge_wrong": false}' "${VPPO[@]}"
   told 0 place_oracle "$1" '{"place": 1.0}'
   told 0 penalty0.5 "$1" '{"penalty": 0.5}'
@@ -172,7 +174,7 @@ ablate() {  # ablate SEED: tries other learning rates, a KL term and larger grou
 longer() {  # longer SEED: runs the four main algorithms with five times as many steps
   own 0 rule_long "$1" "${RULE[@]}" --total-steps 200
   own 0 fapo_long "$1" "${ORACLE[@]}" --total-steps 200
-  own 0 prefix_long "$1" "${ORACLE[@]}" --credit prefix --total-steps 200
+  own 0 prefix_long "$1" "${ORACLE[@]}" "${SPARED[@]}" --total-steps 200
   own 0 vppo_long "$1" "${ORACLE[@]}" "${VPPO[@]}" --total-steps 200
 }
 distill() {  # distill SEED CHECKPOINT: a teacher scores each token, without rewards (docs/changes/distill.diff)
@@ -185,7 +187,7 @@ distill() {  # distill SEED CHECKPOINT: a teacher scores each token, without rew
     patch -s -p1 -d "$OUT/changed" <docs/changes/distill.diff
   }
   once "own$2/distill_seed$1" in_copy train_own "$OUT/own$2" "$1" "$OUT/own$2/distill_seed$1" "${OWN[@]}" \
-    "${RULE[@]}" --advantage terms --reward-terms acc=0 --max-idle-steps 0 --teacher "$teacher"
+    "${RULE[@]}" --advantage recipes/advantages.py:terms --advantage-kwargs '{"weights": {"acc": 0}}' --max-idle-steps 0 --teacher "$teacher"
 }
 in_copy() { (cd "$OUT/changed" && "$@"); }
 # own_judges: for checkpoint 1, trains one judge on the first world's flaws and one on the policies' own flaws,
@@ -259,7 +261,7 @@ other_costs() {  # other_costs SEED CHECKPOINT: compares the outcome reward and 
 }
 other_algorithms() {  # other_algorithms SEED CHECKPOINT: tries other advantages
   shop "$2" outcome_dr_grpo "$1" 0.03 "${OUTCOME[@]}" --advantage dr_grpo
-  shop "$2" prefix "$1" 0.03 --credit prefix
+  shop "$2" prefix "$1" 0.03 "${SPARED[@]}"
   shop "$2" vppo "$1" 0.03 "${VPPO[@]}"
 }
 tool_world() {  # The most informative runs come first, in case the script is stopped.

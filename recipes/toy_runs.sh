@@ -59,7 +59,7 @@ train_policy() {  # train_policy TOY_WORLD SEED OUT_DIR [FLAGS]
 # perfect judge, the same with a score for each step, or FAPO's reward with the served judge (paper eq. 8).
 RULE=(--reward-fn toy/toy_world.py:compute_score_baseline)
 ORACLE=(--reward-fn toy/toy_world.py:compute_score_fapo_oracle)
-STEPS=(--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage steps)
+STEPS=(--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage recipes/advantages.py:steps)
 JUDGE=(--reward-fn toy/toy_world.py:compute_score_fapo --router-address "127.0.0.1:$PORT" --reward-kwargs
   '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96, "keep_critique": true}')
 

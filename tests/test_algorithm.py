@@ -1,11 +1,12 @@
 """The mathematics: advantages and losses computed by hand, and the invariances that training relies on."""
 
+import itertools
 import math
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from algorithm import (
 )
 from compute_score import split_paragraphs
 from policy import Sample
+from recipes import advantages
 from settings import PolicyOptions
+from tiny import config_of, terms, worked
 
 NAN = math.nan
 
@@ -216,54 +219,151 @@ def test_a_loss_taken_alone_has_its_own_range_and_masks_may_be_numbers():
     assert of_booleans == of_numbers > 0
 
 
-def test_every_advantage_is_one_short_function_of_tensors():
-    """Use two groups, all correct and mixed, each with one sample without a verdict. Nothing is mutated."""
-    numbers = {
-        "score": torch.tensor([[1.0, 1.0, NAN], [1.0, -1.0, NAN]]),
-        "acc": torch.tensor([[1.0, 1.0, NAN], [1.0, 0.0, NAN]]),
-        "flawed_positive": torch.tensor([[0.0, 0.0, NAN], [0.0, 0.0, NAN]]),
-    }
-    groups = groups_with(
-        numbers,
-        rewards_P_G=numbers["score"],
-        penalties_P_G=0 * numbers["score"],
-        lengths_P_G=torch.tensor([[2, 3, 2], [2, 2, 1]]),
-        prompt_lengths_P_G=torch.ones(2, 3, dtype=torch.long),
-        tokens_T=torch.arange(3),
-        prefixes_P_G=torch.zeros(2, 3, dtype=torch.long),
-        steps=(
-            torch.tensor([[[1.0], [1.0], [NAN]], [[1.0], [0.0], [NAN]]]),
-            torch.zeros(2, 3, 3, dtype=torch.long),
-        ),
-    )
-    options = PolicyOptions(model="", reward_terms=("acc=1",))
-    for name, advantage in ADVANTAGES.items():
-        got = advantage(groups, options)
-        if got.dim() == 2:
-            got = got[..., None]
-        (all_right, _), (right, wrong) = got[:, :2].flatten(2).mean(2).tolist()
-        assert all_right == 0 and right > 0 > wrong, name
+OWN = {  # Functions as a user may write them.
+    "rloo": """
+from algorithm import dr_grpo
+
+def rloo(groups):
+    count = (~groups.rewards_P_G.isnan()).sum(1, keepdim=True)
+    return dr_grpo(groups) * count / (count - 1).clamp(min=1)
+""",
+    "sapo": """
+import torch
+
+def sapo(logprobs, log_ratio, advantages, mask, positive=1.0, negative=1.05):
+    tau = torch.where(advantages > 0, positive, negative)
+    return -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+""",
+}
 
 
-def test_the_command_line_offers_every_advantage_and_every_loss():
-    hints = get_type_hints(PolicyOptions)
-    assert get_args(hints["advantage"]) == tuple(ADVANTAGES)
-    assert get_args(hints["loss"]) == tuple(LOSSES)
+@pytest.fixture
+def own(tmp_path):
+    """Write functions of a user, and return {name: FILE:NAME}."""
+    for name, code in OWN.items():
+        (tmp_path / f"my_{name}.py").write_text(code)
+    return {name: f"{tmp_path}/my_{name}.py:{name}" for name in OWN}
 
 
-def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):
-    """Add the example from the page: the reward minus the mean of the others.
+ALL_ADVANTAGES = {
+    **{name: dict(advantage=name) for name in ADVANTAGES},
+    "papo": worked("papo"),
+    "vppo": worked("vppo", prefix_cut=0),
+    "terms": terms(acc=1, flawed_positive=-0.5),
+    "steps": worked("steps"),
+    "spare_good_prefix": worked("spare_good_prefix"),
+    "rloo": dict(advantage="rloo"),
+}
+RIGHT = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
+WRONG = dict(score=-1.0, acc=False, flawed_positive=True, first_wrong=1, step_scores=[1.0, 0.0])
 
-    The flag, --credit and dynamic sampling support it.
+
+def group_of(*infos):
+    """Return samples of five tokens, whose second paragraph starts at the fourth token."""
+    group = []
+    for info in infos:
+        result = {"reward_score": info["score"], "reward_extra_info": dict(info), "status": "ok"}
+        group.append(Sample({}, [1], [*b"1\n\n23"], text="1\n\n23", result=result))
+    return group
+
+
+def token_advantages(groups, options):
+    algorithm.set_advantages(groups, options, lambda ids: bytes(ids).decode())
+    found = []
+    for sample in itertools.chain(*groups):
+        if sample.advantage is None:
+            found.append(None)
+        else:
+            found.append(sample.token_advantages or [sample.advantage] * 5)
+    return found
+
+
+@pytest.mark.parametrize("name", ALL_ADVANTAGES)
+def test_the_contract_of_every_advantage(name, own):
+    """Better samples gain, equal samples do not, and a sample without a verdict does not matter."""
+    settings = ALL_ADVANTAGES[name]
+    options = config_of(overlong_buffer=0, **settings | {"advantage": own.get(name, settings["advantage"])})
+    algorithm.check_functions(options)
+    silent = {"score": None}
+    groups = [group_of(RIGHT, WRONG, silent), group_of(RIGHT, RIGHT, silent)]
+    results = [sample.result.copy() for sample in itertools.chain(*groups)]
+    right, wrong, nothing, equal, also_equal, nothing_either = token_advantages(groups, options)
+    assert nothing is nothing_either is None and equal == also_equal == [0] * 5
+    assert right[-1] > 0 > wrong[-1] and len(right) == len(wrong) == 5
+    assert [sample.result for sample in itertools.chain(*groups)] == results  # nothing is mutated
+    without = token_advantages([group_of(RIGHT, WRONG), group_of(RIGHT, RIGHT)], options)
+    assert without == [pytest.approx(one, rel=1e-6) for one in (right, wrong, equal, equal)]
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "sapo"])
+def test_the_contract_of_every_loss(name, own):
+    """Any split gives the same loss, gradient and sums; masked tokens and zero advantages give no gradient.
+
+    The padding may contain anything, and only losses that clip count clipped tokens.
     """
+    options = config_of(loss=own.get(name, name))
+    algorithm.check_functions(options)
+    loss, settings = algorithm.loss_function(options)
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old = torch.randn(2, 6, 9, generator=generator) * 0.3
+    advantages = torch.randn(6, 9, generator=generator)
+    advantages[2] = 0
+    mask = torch.arange(9) < torch.tensor([9, 3, 5, 1, 9, 7])[:, None]
+    mask[4, 2:6] = False  # the tokens of a tool
+    logprobs[~mask] = NAN
+    counts = dict(num_tokens=int(mask.sum()), num_sequences=6)
+
+    def total(*splits):
+        value, sums, grads = 0.0, Counter(), torch.zeros_like(logprobs)
+        for rows in splits:
+            leaf = logprobs[rows].clone().requires_grad_()
+            part, found = compute_policy_loss(
+                leaf, old[rows], advantages[rows], mask[rows], loss=loss, **counts, **settings
+            )
+            part.backward()
+            grads[rows] += leaf.grad.nan_to_num()
+            sums.update(found)
+            value += part.item()
+        return value, sums, grads
+
+    value, sums, grads = total([0, 1, 2, 3, 4, 5])
+    assert grads[~mask].abs().max() == grads[2].abs().max() == 0 < grads[mask].abs().max()
+    assert ("clipped_tokens" in sums) == (name != "sapo")
+    for splits in ([[0], [1], [2], [3], [4], [5]], [[5, 0, 3], [1, 2, 4]]):
+        other_value, other_sums, other_grads = total(*splits)
+        assert other_value == pytest.approx(value, abs=1e-6) and other_sums == pytest.approx(sums)
+        assert torch.allclose(other_grads, grads, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "field, code, why",
+    [
+        ("advantage", "return groups.rewards_P_G[0]", r"returned \(2,\), but it must return a tensor of"),
+        ("advantage", "return None", "returned NoneType, but it must return a tensor of the shape"),
+        ("advantage", "return groups.rewards_P_G - groups.rewards_P_G.mean()", "verdict .* changes"),
+        ("advantage", "return groups.infos[2]['style']", "KeyError: 'style' .own.py:5."),
+        ("loss", "return (advantages * log_ratio).sum()", "must return a tensor of the shape of its inputs"),
+        ("loss", "return advantages * mask", "has no gradient or is not finite"),
+        ("loss", "return advantages * log_ratio / 0", "has no gradient or is not finite"),
+        ("loss", "return advantages.mean() * log_ratio", "depends on the other sequences of its micro-batch"),
+    ],
+)
+def test_a_function_that_breaks_its_contract_is_rejected_before_the_run(field, code, why, tmp_path):
+    arguments = {"advantage": "groups", "loss": "logprobs, log_ratio, advantages, mask"}[field]
+    file = tmp_path / "own.py"
+    file.write_text(f"import torch\n\n\ndef mine({arguments}):\n    {code}\n")
+    with pytest.raises(ValueError, match=f"^--{field} {file}:mine: on a small example, .*{why}"):
+        config_of(**{field: f"{file}:mine"}).check()
+
+
+def test_the_example_of_the_page_is_rloo(tmp_path):
+    """The page's advantage is the reward minus the mean of the others. Dynamic sampling supports it."""
     page = (Path(__file__).parent.parent / "docs/algorithms.md").read_text()
-    (block,) = re.findall(r"```python\n(def rloo.*?)```", page, re.S)
-    monkeypatch.setattr(algorithm, "rloo", None, raising=False)  # monkeypatch removes both afterwards
-    monkeypatch.setitem(ADVANTAGES, "rloo", None)
-    exec(block, vars(algorithm))
+    (block,) = re.findall(r"```python\n(.*?def rloo.*?)```", page, re.S)
+    (tmp_path / "rloo.py").write_text(block)
     results = [{"reward_score": score, "reward_extra_info": {"score": score}} for score in (1.0, 0.0, -1.0)]
     group = [Sample({}, [5], [6], result=result) for result in results]
-    options = PolicyOptions(model="", advantage="rloo")
+    options = PolicyOptions(model="", advantage=f"{tmp_path}/rloo.py:rloo")
     equal = [Sample({}, [5], [6], result=results[0]) for _ in range(3)]
     assert algorithm.set_advantages([group, equal], options, str, drop_zero_advantages=True) == [group]
     assert [sample.advantage for sample in group] == [1.5, 0.0, -1.5]
@@ -271,14 +371,19 @@ def test_a_new_advantage_is_one_function_and_one_line(monkeypatch):
 
 
 def test_scores_of_steps_add_up_from_the_end():
-    scores = torch.tensor([[[1.0, 0.0, 0.0], [1.0, NAN, NAN], [NAN, NAN, NAN]]])
-    paragraphs = torch.tensor([[[0, 1, 1, 2]] * 3])
-    groups = groups_with(rewards_P_G=torch.tensor([[1.0, 1.0, 0.0]]), steps=(scores, paragraphs))
-    got = ADVANTAGES["steps"](groups, None)
+    """The paragraphs begin at the tokens 0, 1 and 3."""
+    words = ["a", "\n\nb", "c", "\n\nd"]
+    group = []
+    for score, steps in ((1.0, [1.0, 0.0, 0.0]), (1.0, [1.0]), (0.0, None)):
+        info = {"score": score, "step_scores": steps}
+        result = {"reward_score": score, "reward_extra_info": info, "status": "ok"}
+        group.append(Sample({}, [9], [0, 1, 2, 3], text="".join(words), result=result))
+    options = config_of(**worked("steps"))
+    algorithm.set_advantages([group], options, lambda ids: "".join(words[id] for id in ids))
     std = math.sqrt(1 / 3) + 1e-6  # std of 1, 0, 0, 1 (mean 0.5)
-    assert got[0, 0].tolist() == pytest.approx([-0.5 / std, -1 / std, -1 / std, -0.5 / std])
-    assert got[0, 1].tolist() == pytest.approx([0.5 / std, 0, 0, 0])
-    assert got[0, 2].isnan().all()  # without step scores: no verdict, and excluded from the mean
+    assert group[0].token_advantages == pytest.approx([-0.5 / std, -1 / std, -1 / std, -0.5 / std])
+    assert group[1].token_advantages == pytest.approx([0.5 / std, 0, 0, 0])
+    assert group[2].advantage is None  # without step scores: no verdict, and excluded from the mean
 
 
 def test_advantages_per_token_or_per_sequence():
@@ -335,7 +440,7 @@ def test_process_aware_advantages_by_hand():
 
     def papo(penalty):
         numbers = dict(acc=acc, flawed_positive=flawed)
-        return ADVANTAGES["papo"](groups_with(numbers, penalties_P_G=torch.full((3, 4), penalty)), None)
+        return advantages.papo(groups_with(numbers, penalties_P_G=torch.full((3, 4), penalty)))
 
     got = papo(0.0)
     spread, half = math.sqrt(4 / 3) + 1e-6, math.sqrt(0.5) + 1e-6  # sample stds of 1, 1, -1 and of 1, 0
@@ -354,18 +459,21 @@ def test_without_the_deviation_by_hand():
     assert got.tolist() == [[1, 0, -1, 0], [0, 0, 0, 0]]
 
 
-def vppo(scores, prefixes, length=4):
-    """Return the token advantages of one group; every token of a good prefix is rewarded."""
-    scores_P_G = torch.tensor([scores])
-    groups = groups_with(
-        dict(score=scores_P_G),
-        penalties_P_G=0 * scores_P_G,
-        lengths_P_G=torch.full(scores_P_G.shape, length),
-        prompt_lengths_P_G=torch.ones(scores_P_G.shape),
-        tokens_T=torch.arange(length),
-        prefixes_P_G=torch.tensor([prefixes]),
-    )
-    return ADVANTAGES["vppo"](groups, SimpleNamespace(prefix_reward=0.5, prefix_cut=0.0))[0].tolist()
+def vppo(scores, prefixes):
+    """Return the token advantages of one group; every token of a good prefix is rewarded.
+
+    The token `prefix` begins the second paragraph, which is the first wrong one.
+    """
+    group = []
+    for score, prefix in zip(scores, prefixes):
+        words = ["a", "a", "a", "a"]
+        if prefix:
+            words[prefix] = "\n\nb"
+        info = {"score": score, "first_wrong": 1 if prefix else 0}
+        result = {"reward_score": score, "reward_extra_info": info, "status": "ok"}
+        group.append(Sample({}, [9], words, text="".join(words), result=result))
+    algorithm.set_advantages([group], config_of(**worked("vppo", prefix_cut=0)), "".join)
+    return [sample.advantage if sample.advantage is None else sample.token_advantages for sample in group]
 
 
 def test_prefix_advantages_by_hand():
@@ -374,25 +482,27 @@ def test_prefix_advantages_by_hand():
     The mean value is (1 + 0.25 + 0) / 3.
     """
     mean = 1.25 / 3
-    right, half, wrong, unknown = vppo([1.0, -1.0, -1.0, NAN], [0, 2, 0, 3])
+    right, half, wrong, unknown = vppo([1.0, -1.0, -1.0, None], [0, 2, 0, 3])
     assert right == pytest.approx([1 - mean] * 4) and wrong == pytest.approx([-mean] * 4)
-    assert half == pytest.approx([0.5 - mean] * 2 + [-mean] * 2) and unknown == [0] * 4
+    assert half == pytest.approx([0.5 - mean] * 2 + [-mean] * 2) and unknown is None
     # All are wrong at the same place. Rewards cannot distinguish them, but prefix and rest differ.
     assert vppo([-1.0, -1.0], [2, 2]) == [[0.25, 0.25, -0.25, -0.25]] * 2
     # A single verdict is not a group, even with a good prefix. Then: all correct; all wrong from the start.
-    for scores, prefixes in (([-1.0, NAN], [2, 0]), ([1.0, 1.0], [0, 0]), ([-1.0, -1.0], [0, 0])):
-        assert vppo(scores, prefixes) == [[0] * 4] * 2
+    assert vppo([-1.0, None], [2, 0]) == [[0] * 4, None]
+    for scores in ([1.0, 1.0], [-1.0, -1.0]):
+        assert vppo(scores, [0, 0]) == [[0] * 4] * 2
 
 
-def terms(numbers, *weighted):
-    return ADVANTAGES["terms"](groups_with(numbers), SimpleNamespace(reward_terms=weighted))
+def terms_of(numbers, **weights):
+    penalties = torch.zeros_like(next(iter(numbers.values())))
+    return advantages.terms(groups_with(numbers, penalties_P_G=penalties), weights)
 
 
 def test_term_advantages_by_hand():
     """Two groups have two terms. The second term is unknown for one sample, and constant in one group."""
     acc = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     flawed = torch.tensor([[1.0, 0.0, NAN], [0.0, 0.0, 0.0]])
-    got = terms(dict(acc=acc, flawed=flawed), "acc=1", "flawed=-0.5")
+    got = terms_of(dict(acc=acc, flawed=flawed), acc=1, flawed=-0.5)
     third, half = math.sqrt(1 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6  # sample stds of 1, 1, 0 and of 1, 0
     total = torch.tensor([
         [1 / 3 / third - 0.25 / half, 1 / 3 / third + 0.25 / half, -2 / 3 / third],
@@ -400,11 +510,11 @@ def test_term_advantages_by_hand():
     ])  # fmt: skip
     assert torch.allclose(got, total / (total.std() + 1e-6), atol=1e-6)  # their mean is 0
     unknown = torch.full((1, 3), NAN)
-    assert terms(dict(acc=acc[:1], flawed=unknown), "acc=1", "flawed=1")[0].tolist() == pytest.approx(
+    assert terms_of(dict(acc=acc[:1], flawed=unknown), acc=1, flawed=1)[0].tolist() == pytest.approx(
         (acc[0] - 2 / 3).div(third).div(1 + 1e-6).tolist(), rel=1e-4
     )
-    assert terms(dict(acc=torch.ones(2, 3)), "acc=2").abs().max() == 0
-    nothing_said = terms(dict(judge=torch.tensor([[1.0, 0.0, NAN]])), "judge=1")[0].tolist()
+    assert terms_of(dict(acc=torch.ones(2, 3)), acc=2).abs().max() == 0
+    nothing_said = terms_of(dict(judge=torch.tensor([[1.0, 0.0, NAN]])), judge=1)[0].tolist()
     half = math.sqrt(1 / 2)  # of the two, whose std is 1 again at the end
     assert nothing_said[:2] == pytest.approx([half, -half], rel=1e-4) and math.isnan(nothing_said[2])
 

@@ -9,7 +9,7 @@ import grpo_trainer
 from algorithm import set_advantages
 from played import toy_config, without_ray
 from policy import Policy, Sample
-from tiny import config_of
+from tiny import config_of, terms, worked
 
 HALF = math.sqrt(0.5)  # normalised rewards of two samples, whose std is their distance / sqrt(2)
 RIGHT = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0])
@@ -42,11 +42,11 @@ ODD = [10**400, -(10**400), math.inf, math.nan, "second", [1], {"at": 1}]
 @pytest.mark.parametrize(
     "key, options",
     [
-        ("first_wrong", dict(credit="prefix")),
-        ("first_wrong", dict(advantage="vppo")),
-        ("acc", dict(advantage="papo")),
-        ("acc", dict(advantage="terms", reward_terms=("acc=1",))),
-        ("step_scores", dict(advantage="steps")),
+        ("first_wrong", worked("spare_good_prefix")),
+        ("first_wrong", worked("vppo")),
+        ("acc", worked("papo")),
+        ("acc", terms(acc=1)),
+        ("step_scores", worked("steps")),
     ],
 )
 def test_an_odd_number_costs_its_sample_the_verdict_and_no_other_sample(key, options, odd):
@@ -59,7 +59,7 @@ def test_an_odd_number_costs_its_sample_the_verdict_and_no_other_sample(key, opt
     assert got[0] > 0 > got[2] and [got[0], got[2]] == advantages(group_of(RIGHT, WRONG), **options)
 
 
-@pytest.mark.parametrize("options", [dict(credit="prefix"), dict(advantage="vppo")])
+@pytest.mark.parametrize("options", [worked("spare_good_prefix"), worked("vppo")])
 def test_nothing_said_of_the_first_wrong_paragraph_costs_no_verdict(options):
     group = group_of(RIGHT, WRONG | {"first_wrong": None})
     assert None not in advantages(group, **options)
@@ -68,7 +68,7 @@ def test_nothing_said_of_the_first_wrong_paragraph_costs_no_verdict(options):
 def test_papo_has_no_verdict_on_a_sample_without_acc():
     without = {key: value for key, value in WRONG.items() if key != "acc"}
     group = group_of(RIGHT, WRONG, without, WRONG | {"acc": None})
-    assert advantages(group, advantage="papo") == [pytest.approx(HALF), pytest.approx(-HALF), None, None]
+    assert advantages(group, **worked("papo")) == [pytest.approx(HALF), pytest.approx(-HALF), None, None]
 
 
 @pytest.mark.parametrize("high, low", [(1e30, 0.0), (1e39, 0.0), (1e300, -1e300), (2.0**24 + 1, 2.0**24)])
@@ -83,7 +83,7 @@ def test_an_advantage_that_a_policy_cannot_compute_with_is_no_verdict():
     assert advantages(group, advantage="dr_grpo") == [None, None]
 
 
-TERMS = dict(advantage="terms", reward_terms=("acc=1", "score=-1"))
+TERMS = terms(acc=1, score=-1)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -105,11 +105,9 @@ def test_terms_that_cancel_in_one_group_leave_the_others_as_they_are():
 
 @pytest.mark.parametrize("useless", [(), (0,), (0, 1, 2), (0, 1, 2, 4, 5)])
 def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(useless, monkeypatch, tmp_path):
-    """With --dynamic-sampling and --advantage terms, the divisor is the std over all groups that are trained
-    on.
-    """
+    """With --dynamic-sampling and the example `terms`, the divisor is the std over all groups that train."""
     without_ray(monkeypatch)
-    options = dict(advantage="terms", reward_terms=("acc=1",), dynamic_sampling=True, train_batch_size=4)
+    options = dict(terms(acc=1), dynamic_sampling=True, train_batch_size=4)
     rolled_out, trained = [], []
 
     def roll_out(run, batch, prompts):
@@ -144,7 +142,7 @@ def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(usel
 
 def test_a_samples_token_advantages_end_with_its_response():
     group = [sample_of(RIGHT, "abcde"), sample_of(WRONG | {"first_wrong": 1}, "a\n\nb")]
-    set_advantages([group], config_of(credit="prefix"), decode)
+    set_advantages([group], config_of(**worked("spare_good_prefix")), decode)
     assert group[0].token_advantages == pytest.approx([HALF] * 5, rel=1e-5)
     assert group[1].token_advantages == pytest.approx([0, 0, 0, -HALF], rel=1e-5)
     assert group[1].advantage == group[1].token_advantages[-1]
@@ -153,7 +151,7 @@ def test_a_samples_token_advantages_end_with_its_response():
 def test_vppo_rewards_no_prefix_of_a_right_answer():
     """All tokens of a correct answer have the value 1, even if one of its paragraphs is called wrong."""
     group = [sample_of(RIGHT | {"first_wrong": 1}, "a\n\nb"), sample_of(WRONG, "a\n\nb")]
-    set_advantages([group], config_of(advantage="vppo", prefix_cut=0.0), decode)
+    set_advantages([group], config_of(**worked("vppo", prefix_cut=0.0)), decode)
     assert group[0].token_advantages == [0.5] * 4 and group[1].token_advantages == [-0.5] * 4
 
 
@@ -163,14 +161,16 @@ def test_the_unrewarded_part_of_a_prefix_is_rounded(prompt_length, rewarded):
     group = []
     for info in (RIGHT, WRONG | {"first_wrong": 1}):
         group.append(sample_of(info, "abc\n\nd", prompt_length))
-    options = dict(advantage="vppo", prefix_cut=0.5, prefix_reward=0.6)
+    options = worked("vppo", prefix_cut=0.5, prefix_reward=0.6)
     set_advantages([group], config_of(**options), decode)
     mean = (1 + 0.6 * rewarded / 6) / 2
     expected = [0.6 - mean] * rewarded + [-mean] * (6 - rewarded)
     assert group[1].token_advantages == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "papo", "vppo"])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "dr_grpo", *(worked(name)["advantage"] for name in ("papo", "vppo"))]
+)
 def test_dynamic_sampling_drops_groups_that_differ_in_the_length_penalty_alone(advantage):
     group = group_of(RIGHT, RIGHT | {"overlong_penalty": -0.5})
     group[1].result["reward_score"] = 0.5

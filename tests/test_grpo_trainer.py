@@ -36,7 +36,7 @@ from policy import Policy, Sample
 from run import Interrupts, Run
 from settings import GROUPS, help_texts
 from tools.plan_run import estimate_memory, report
-from tiny import config_of
+from tiny import config_of, terms, worked
 
 # ------------------------------------------------------------------------------------------------------------
 # - small parts
@@ -603,7 +603,7 @@ def test_papo_normalises_answer_and_reasoning_apart():
 
     Among wrong answers, nothing does.
     """
-    papo = config_of(advantage="papo")
+    papo = config_of(**worked("papo"))
     right, flawed = dict(acc=True, flawed_positive=False), dict(acc=True, flawed_positive=True)
     group = [
         scored(1.0, **right),
@@ -662,14 +662,15 @@ def a_group():
 
 def test_credit_for_the_good_prefix_blames_no_token_before_the_first_wrong_paragraph():
     std = math.sqrt((1.25**2 + 0.25**2 + 2 * 0.75**2) / 3) + 1e-6  # of 1, 0, -1, -1
-    right, flawed, wrong, unknown, silent = credited(a_group(), credit="prefix")
+    right, flawed, wrong, unknown, silent = credited(a_group(), **worked("spare_good_prefix"))
     assert right == pytest.approx([1.25 / std] * 5)
     assert flawed == pytest.approx([0.25 / std] * 5)  # a positive advantage applies to the whole response
     assert wrong == pytest.approx([0, 0, 0, -0.75 / std, -0.75 / std])
     assert unknown == pytest.approx([-0.75 / std] * 5) and silent is None
     by_default = credited(a_group())  # prefixes are not used
     assert by_default == [pytest.approx(x / std) for x in (1.25, 0.25, -0.75, -0.75)] + [None]
-    (missing, _) = credited([written("1\n\n2", -1.0, 2), written("1", 1.0, -1)], credit="prefix")
+    early = [written("1\n\n2", -1.0, 2), written("1", 1.0, -1)]
+    (missing, _) = credited(early, **worked("spare_good_prefix"))
     # A paragraph is missing because the end token came too early.
     assert missing[:4] == [0] * 4 and missing[4] < 0
 
@@ -680,29 +681,29 @@ def test_vppo_by_hand():
     The values are 1; 0.5 on 3 of 5 tokens, twice; 0. The mean is 0.4.
     """
     mean = (1 + 2 * 0.5 * 3 / 5) / 4
-    right, flawed, wrong, unknown, silent = credited(a_group(), advantage="vppo", prefix_cut=0.0)
+    right, flawed, wrong, unknown, silent = credited(a_group(), **worked("vppo", prefix_cut=0.0))
     assert right == pytest.approx([1 - mean] * 5) and silent is None
     assert flawed == wrong == pytest.approx([0.5 - mean] * 3 + [-mean] * 2)
     assert unknown == pytest.approx([-mean] * 5)
-    short = credited(a_group(), advantage="vppo", prefix_cut=1.0)  # cut by the prompt's two tokens
+    short = credited(a_group(), **worked("vppo", prefix_cut=1.0))  # cut by the prompt's two tokens
     assert short[2] == pytest.approx([0.5 - 1.2 / 4] + [-1.2 / 4] * 4)
-    assert credited(a_group(), advantage="vppo", prefix_cut=9.0)[2] == pytest.approx([-0.25] * 5)
+    assert credited(a_group(), **worked("vppo", prefix_cut=9.0))[2] == pytest.approx([-0.25] * 5)
     # By equation 8, a good prefix is not blamed, even if the other samples are better.
     good = [written("1\n\n2", 1.0, -1) for _ in range(3)] + [written("1\n\n2", -1.0, 1)]
-    assert credited(copy.deepcopy(good), advantage="vppo", prefix_cut=0.0)[3][0] < 0
-    spared = credited(good, advantage="vppo", prefix_cut=0.0, credit="prefix")[3]
+    assert credited(copy.deepcopy(good), **worked("vppo", prefix_cut=0.0))[3][0] < 0
+    spared = credited(good, **worked("spare_good_prefix", advantage="vppo", prefix_cut=0.0))[3]
     assert spared[:3] == [0] * 3 and spared[3] < 0
     # The length penalty is part of the outcome.
     late = [written("1\n\n2", 1.0, -1), written("1\n\n2", 1.0, -1, overlong_penalty=-0.5)]
     late[1].result["reward_score"] = 0.5
-    assert credited(late, advantage="vppo") == [pytest.approx([x] * 5) for x in (0.25, -0.25)]
+    assert credited(late, **worked("vppo")) == [pytest.approx([x] * 5) for x in (0.25, -0.25)]
 
 
 def test_vppo_spares_the_part_of_the_good_prefix_that_it_does_not_pay():
     """There are three segments: rewarded (one of three good tokens, because the prompt has two), spared,
     blamed.
     """
-    paid, *spared_and_blamed = credited(a_group(), advantage="vppo", credit="prefix")[2]
+    paid, *spared_and_blamed = credited(a_group(), **worked("spare_good_prefix", advantage="vppo"))[2]
     mean = (1 + 2 * 0.5 * 1 / 5) / 4
     assert paid == pytest.approx(0.5 - mean) and paid > 0
     assert spared_and_blamed == pytest.approx([0, 0, -mean, -mean])
@@ -718,7 +719,7 @@ def test_scores_of_steps_by_hand():
         written("1\n\n2", 1.0, None, step_scores=None),  # unscored steps: no verdict
         written("1\n\n2", None, None, step_scores=[5.0, 5.0]),
     ]
-    first, second, unscored, silent = credited(group, advantage="steps")
+    first, second, unscored, silent = credited(group, **worked("steps"))
     outcome = 1 / (math.sqrt(2) + 1e-6)  # sample std of 1, -1
     high, low = 0.25 / (0.5 + 1e-6), -0.75 / (0.5 + 1e-6)  # of 1, 1, 1, 0: mean 0.75, std 0.5
     assert first == pytest.approx([outcome + 2 * high] * 3 + [outcome + high] * 2)
@@ -729,7 +730,7 @@ def test_scores_of_steps_by_hand():
         written("1\n\n2", 1.0, None, step_scores=[1.0]),
         written("1\n\n2", -1.0, None, step_scores=[0.0, 0.0, 7.0]),
     ]
-    first, second = credited(group, advantage="steps")
+    first, second = credited(group, **worked("steps"))
     high, low = 2 / 3 / (math.sqrt(1 / 3) + 1e-6), -1 / 3 / (math.sqrt(1 / 3) + 1e-6)
     assert first == pytest.approx([outcome + high] * 3 + [outcome] * 2)
     assert second == pytest.approx([-outcome + 2 * low] * 3 + [-outcome + low] * 2)
@@ -737,7 +738,7 @@ def test_scores_of_steps_by_hand():
 
 def test_reward_terms_and_dr_grpo():
     group = [written("1", 1.0, -1, style=style) for style in (2.0, 4.0, None)]
-    options = dict(advantage="terms", reward_terms=("acc=1", "style=-0.5"))
+    options = terms(acc=1, style=-0.5)
     low, high, unknown = credited(group, **options)
     assert low > 0 > high and unknown == 0 and low == pytest.approx(1, rel=1e-5) == -high
     assert credited(a_group()[:3], advantage="dr_grpo") == [1, 0, -1]
@@ -746,10 +747,10 @@ def test_reward_terms_and_dr_grpo():
 @pytest.mark.parametrize(
     "changes, absent",
     [
-        (dict(credit="prefix"), "first_wrong"),
-        (dict(advantage="vppo"), "first_wrong"),
-        (dict(advantage="terms", reward_terms=("acc=1", "stile=2")), "stile"),
-        (dict(advantage="terms", reward_terms=("pred=1",)), "pred"),  # not a number
+        (worked("spare_good_prefix"), "first_wrong"),
+        (worked("vppo"), "first_wrong"),
+        (terms(acc=1, stile=2), "stile"),
+        (terms(pred=1), "pred"),  # not a number
     ],
 )
 def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, absent):
@@ -765,16 +766,23 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(advantage="terms"), "--reward-terms and --advantage terms only work together"),
-        (dict(reward_terms=("acc=1",)), "--reward-terms and --advantage terms only work together"),
-        (dict(advantage="terms", reward_terms=("acc",)), "--reward-terms acc: needs a finite weight"),
-        (dict(advantage="terms", reward_terms=("acc=a",)), "--reward-terms acc=a: needs a finite weight"),
-        (dict(advantage="terms", reward_terms=("acc=nan",)), "--reward-terms acc=nan: needs a finite weight"),
-        (dict(advantage="terms", reward_terms=("acc=-inf",)), "--reward-terms acc=-inf: needs a finite"),
+        (worked("terms"), "terms() missing 1 required positional argument: 'weights'"),
+        (dict(advantage_kwargs='{"weights": {}}'), "grpo() got an unexpected keyword argument 'weights'"),
+        (terms(), "weights must be an object such as"),
+        (worked("terms", weights=["acc"]), "weights must be an object such as"),
+        (terms(acc="1"), "the weight of acc is '1', but it must be a finite number"),
+        (terms(acc=None), "the weight of acc is None, but it must be a finite number"),
         (
-            dict(advantage="terms", reward_terms=("acc=1",), max_response_length=64, overlong_buffer=8),
-            "--reward-terms acc=1: the length penalty is missing; add overlong_penalty=1, or pass --overlong",
+            terms(acc=1) | dict(max_response_length=64, overlong_buffer=8),
+            "the length penalty is missing from weights; add overlong_penalty with the weight 1, or",
         ),
+        (worked("spare_good_prefix", advantage="rloo"), "advantage 'rloo' is unknown; use one of grpo"),
+        (worked("vpo"), "advantages.py has no function 'vpo'"),
+        (dict(advantage="papo"), "--advantage papo: must be grpo, dr_grpo or FILE.py:NAME"),
+        (dict(loss="dapo"), "--loss dapo: must be clip, gspo, cispo or FILE.py:NAME"),
+        (dict(loss="gspo", clip_c=5.0), "gspo_loss() got an unexpected keyword argument 'clip_c'"),
+        (dict(loss_kwargs='{"tau": 1}'), "clip_loss() got an unexpected keyword argument 'tau'"),
+        (dict(loss_kwargs="[1]"), "--loss-kwargs '[1]': must be a JSON object"),
     ],
 )
 def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
@@ -785,19 +793,19 @@ def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message
 def test_dynamic_sampling_keeps_what_each_advantage_learns_from():
     wrong, early, right = written("1\n\n2", -1.0, 1), written("1\n\n2", -1.0, 0), written("1", 1.0, -1)
     wrong.result["reward_extra_info"]["acc"] = early.result["reward_extra_info"]["acc"] = False
-    for advantage in ("grpo", "dr_grpo", "papo"):
-        assert not teaches([wrong, wrong], advantage=advantage)
+    for advantage in (dict(advantage="grpo"), dict(advantage="dr_grpo"), worked("papo")):
+        assert not teaches([wrong, wrong], **advantage)
     # VPPO raises the prefix and lowers the rest, even if all samples are wrong at the same place.
-    assert teaches([wrong, wrong], advantage="vppo") and teaches([wrong, early], advantage="vppo")
-    assert not teaches([early, early], advantage="vppo")
-    assert not teaches([right, right], advantage="vppo")
-    terms = dict(advantage="terms", reward_terms=("first_wrong=1",))
-    assert teaches([wrong, early], **terms) and not teaches([early, early], **terms)
+    assert teaches([wrong, wrong], **worked("vppo")) and teaches([wrong, early], **worked("vppo"))
+    assert not teaches([early, early], **worked("vppo"))
+    assert not teaches([right, right], **worked("vppo"))
+    first_wrong = terms(first_wrong=1)
+    assert teaches([wrong, early], **first_wrong) and not teaches([early, early], **first_wrong)
     # The length penalty is ignored, even if it is a reward component.
     late = [scored(1.0, acc=True), scored(1.0, penalty=-0.5, acc=True)]
     late[0].result["reward_extra_info"]["overlong_penalty"] = 0.0
-    terms = dict(advantage="terms", reward_terms=("acc=1", "overlong_penalty=1"))
-    assert not teaches(late, **terms) and algorithm.set_advantages([late], config_of(**terms), decode)
+    both = terms(acc=1, overlong_penalty=1)
+    assert not teaches(late, **both) and algorithm.set_advantages([late], config_of(**both), decode)
     assert late[0].advantage > 0 > late[1].advantage
 
 
@@ -807,8 +815,8 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
     FAPO learns nothing, and PAPO learns from the reasoning.
     """
     group = [scored(1.0, acc=True, flawed_positive=flawed) for flawed in (True, False, False)]
-    assert not teaches(group) and teaches(group, advantage="papo")
-    assert not teaches(group[1:], advantage="papo")
+    assert not teaches(group) and teaches(group, **worked("papo"))
+    assert not teaches(group[1:], **worked("papo"))
 
 
 @pytest.mark.parametrize(
@@ -818,7 +826,7 @@ def test_dynamic_sampling_keeps_the_groups_that_papo_learns_from():
 def test_what_counts_as_right(acc, right):
     """PAPO takes its outcome from `acc` (None: no verdict). The other sample is wrong."""
     group = [scored(1.0, acc=acc, flawed_positive=False), scored(1.0, acc=False, flawed_positive=False)]
-    algorithm.set_advantages([group], config_of(advantage="papo"), decode)
+    algorithm.set_advantages([group], config_of(**worked("papo")), decode)
     if right is None:
         assert group[0].advantage is None
     else:
@@ -829,7 +837,7 @@ def test_what_counts_as_right(acc, right):
 def test_papo_without_a_judge_stops_instead_of_learning_nothing(workshop):
     """A correct answer has no verdict if its reasoning was not judged."""
     val_file = (str(workshop / "val.parquet"),)  # which needs no judge
-    options = dict(advantage="papo", reward_fn=f"{workshop}/reward.py:always_right", val_file=val_file)
+    options = dict(worked("papo"), reward_fn=f"{workshop}/reward.py:always_right", val_file=val_file)
     with pytest.raises(RuntimeError, match="step 1: 100% of the samples that needed a verdict have none"):
         grpo_trainer.train(run_config(workshop, "papo", **options))
 

@@ -16,7 +16,7 @@ import judges
 from compute_score import close_session
 from policy import Sample
 from reward_loop import RewardOptions
-from tiny import config_of
+from tiny import config_of, worked
 
 RIGHT, WRONG = "one\n\ntwo\n\n\\boxed{2}", "one\n\n\\boxed{3}"
 ABOUT = dict(data_source="math", ground_truth="2", extra_info={"question": "1+1?", "split": "train"})
@@ -218,7 +218,7 @@ def test_a_checklist_is_graded(serve):  # noqa: F811
     for result in results:
         whole = {"reward_score": result["score"], "reward_extra_info": result, "status": "ok"}
         group.append(Sample({}, [], [6], result=whole))
-    algorithm.set_advantages([group], config_of(advantage="papo"), None)
+    algorithm.set_advantages([group], config_of(**worked("papo")), None)
     good, fair, poor, silent, wrong = [sample.advantage for sample in group]
     assert good > fair > poor > wrong and silent is None
 

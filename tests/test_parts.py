@@ -313,7 +313,7 @@ def test_run_folder_alone(alone):
     code = """
 from types import SimpleNamespace
 from run_folder import Log
-config = SimpleNamespace(out_dir=".", total_steps=1, reward_terms=(), tensorboard=False, wandb=False)
+config = SimpleNamespace(out_dir=".", total_steps=1, advantage_kwargs="{}", tensorboard=False, wandb=False)
 log = Log(config, first_step=0)
 log.metrics({"step": 1, "reward/mean": 0.5})
 log.close()

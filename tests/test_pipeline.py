@@ -25,6 +25,7 @@ import run_folder
 from grpo_trainer import draw
 from played_run import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers, write_input
 from policy import RanksLost
+from tiny import terms, worked
 
 PER_STEP = 16  # samples: 4 prompts x 4
 
@@ -312,7 +313,7 @@ class StyleOfSome(ByRow):
 
 
 def test_a_refill_of_which_the_function_says_less_stops_nothing(settings, tmp_path):
-    options = dict(dynamic_sampling=True, advantage="terms", reward_terms=("acc=1", "style=0.1"))
+    options = terms(acc=1, style=0.1) | dict(dynamic_sampling=True)
     trainer = trainer_of(settings, tmp_path, total_steps=1, overlap=False, **options)
     scene = Scene(trainer, rewards=StyleOfSome())
     assert scene.run()[-1]["dynamic/refills"] > 0
@@ -414,7 +415,7 @@ class ByStep(PlayedRewards):
 
 def of_two_paragraphs(settings, folder, **changes):
     """Return a run whose responses have two tokens, with one paragraph each."""
-    trainer = trainer_of(settings, folder, advantage="steps", **changes)
+    trainer = trainer_of(settings, folder, **worked("steps"), **changes)
     trainer.decode = lambda ids: "1\n\n2"[: 3 * len(ids)]
     return trainer
 

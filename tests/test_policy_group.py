@@ -114,12 +114,15 @@ def bytes_held(group):
     return ray.get([actor.__ray_call__.remote(held) for actor in group.actors])
 
 
-def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, model, group_of, tmp_path):
+def test_ranks_compute_what_one_process_does_and_save_for_any_number(
+    folder, model, group_of, tmp_path, monkeypatch
+):
     """Each number of ranks trains one step, starting from the checkpoint of the previous number.
 
     The step on two ranks has a reference model and gradient checkpointing, which are also sharded, a loss
     over whole sequences, advantages that change within a sequence, and tokens that a tool wrote. In the step
-    on three ranks, one mini-batch has a single sample with a gradient.
+    on three ranks, one mini-batch has a single sample with a gradient, and the loss is a function of the
+    user's own, whose file must not change before the ranks restart.
     """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
@@ -133,7 +136,12 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
             rest = len(sample.response_ids) - prefix
             sample.token_advantages = [0.5] * prefix + [sample.advantage] * rest
     gspo = dict(gradient_checkpointing=True, loss="gspo", clip_high=0.2, tis_cap=2.0)
-    for ranks, options in ((2, gspo), (3, dict(kl_coef=0.0, entropy_coef=0.0))):
+    own = tmp_path / "own.py"
+    arguments = "logprobs, log_ratio, advantages, mask"
+    own.write_text(f"def reinforce({arguments}):\n    return -advantages * logprobs\n")
+    monkeypatch.chdir(tmp_path)
+    of_user = dict(kl_coef=0.0, entropy_coef=0.0, loss="own.py:reinforce")
+    for ranks, options in ((2, gspo), (3, of_user)):
         alone.config = settings(folder, **options | dict(gradient_checkpointing=False))
         alone.reference = alone.reference if alone.config.kl_coef else None
         group = group_of(ranks, tmp_path / f"of_{ranks - 1}", **options)
@@ -146,8 +154,12 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(folder, mod
         numel = sum(weight.numel() for weight in alone.model.parameters())
         for held in bytes_held(group):
             assert held == pytest.approx(bytes_per_weight * numel / ranks, rel=0.1)
+        assert ("actor/clip_fraction" in got) == (ranks == 2)  # The user's loss does not clip.
         group.save(tmp_path / f"of_{ranks}")
         group.shutdown()
+    own.write_text(own.read_text() + "# edited\n")
+    with pytest.raises(RuntimeError, match="own.py has changed since the run began"):
+        group.restart(str(tmp_path / "of_3"))
     last = Policy(settings(folder), str(tmp_path / "of_3"), CPU)
     last.load_optimizer(tmp_path / "of_3")
     for (name, got), (same, weight) in zip(last.weights(), alone.weights()):

@@ -6,6 +6,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import torch
 import tyro
 from transformers import AutoConfig, Qwen2Config, Qwen3Config
 
-from algorithm import LOSSES
+from algorithm import loss_function
 from cluster.placement import layout, process_specs
 from genrm_server import gpus_of_server
 from settings import parse_command_line
@@ -54,6 +55,14 @@ ONE_GPU = {  # GB, shape of the policy (see `shapes`), shape of the judge
     "fapo_7b_one_gpu": (80, "7b", "judge"),
     "fapo_1.5b_24gb": (24, "1b", "small"),
 }
+
+
+def clip_range(config):
+    """Return the clip range that the loss of this run uses, as the paper's table names it."""
+    function, settings = loss_function(config)
+    own = inspect.signature(function).parameters
+    return {name: settings.get(name, own[name].default) for name in ("clip_low", "clip_high", "clip_c")}
+
 
 COMMAND = r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?(?:\w+=\S+ )*python (?:([\w/]+)\.py|-m ([\w.]+))(?: (.*)|$)"
 
@@ -103,12 +112,13 @@ def test_recipe_parses(path):
         if path.stem in ONE_GPU:
             smaller = ("train_batch_size", "mini_batch_size", "lr", "overlong_buffer")
             expected = {name: value for name, value in SHARED.items() if name not in smaller}
-            expected |= dict(clip_low=None, clip_high=None)  # the loss's defaults, as in the paper
-            assert {name: getattr(config, name) for name in expected} == expected
+            values = vars(config) | clip_range(config)
+            assert {name: values[name] for name in expected} == expected
             assert config.lora_rank and config.genrm and config.lr == 1e-5
         elif script == "grpo_trainer" and not path.stem.startswith(("toy", "gsm8k", "disrm", "public")):
             expected = SHARED | PAPER["genrm_4b" if "genrm" in path.stem else path.stem.split("_")[1]]
-            assert {name: getattr(config, name) for name in expected} == expected
+            values = vars(config) | clip_range(config)
+            assert {name: values[name] for name in expected} == expected
             assert config.max_positions == (32768 if path.stem.endswith("7b") else 0)
             assert config.keep_checkpoints == (0 if "genrm" in path.stem else 2)
             gpqa = [file[-2:] for file in config.val_file if "gpqa" in file]
@@ -319,10 +329,9 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
 
 def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
-    assert config.clip_low is config.clip_high is None  # the loss's defaults
-    own = LOSSES[config.loss]
-    config.clip_low, config.clip_high = own.clip.low, own.clip.high
-    assert {name: getattr(config, name) for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
+    assert config.clip_low is config.clip_high is config.clip_c is None  # the loss's defaults
+    values = vars(config) | clip_range(config)
+    assert {name: values[name] for name in SHARED | PAPER["7b"]} == SHARED | PAPER["7b"]
 
 
 @pytest.fixture
@@ -375,10 +384,10 @@ def test_a_run_from_a_start_of_the_second_world(run_recipe):
 
     The folder has no .venv, so that the stand-in is found.
     """
-    config = run_recipe("second_world", "1", "outputs/mine", "--seed", "2", "--advantage", "papo", job=True)
+    config = run_recipe("second_world", "1", "outputs/mine", "--seed", "2", "--loss", "gspo", job=True)
     assert (config.model, config.out_dir) == ("toy/models/own1", "outputs/mine")
     assert config.train_file == "data/own1/toy_train.parquet" and config.max_response_length == 112
-    assert (config.seed, config.advantage, config.total_steps) == (2, "papo", 40)
+    assert (config.seed, config.loss, config.total_steps) == (2, "gspo", 40)
     assert config.reward_fn == "toy/toy_world.py:compute_score_fapo_oracle"
     for wrong in (["3", "outputs/mine"], ["1"], []):
         refused = run_recipe("second_world", *wrong, job=True)

@@ -21,7 +21,7 @@ import pytest
 import run_folder
 from policy import Sample
 from run_folder import pass_at_k, reward_metrics, validation_metrics
-from tiny import config_of, policy_of
+from tiny import config_of, policy_of, terms
 
 
 def test_pass_at_k_by_hand():
@@ -220,7 +220,7 @@ def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(c
 
 
 def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time_left(tmp_path, capsys):
-    log = run_folder.Log(config_of(out_dir=str(tmp_path), total_steps=200, reward_terms=("style=0.1",)), 0)
+    log = run_folder.Log(config_of(out_dir=str(tmp_path), total_steps=200, **terms(style=0.1)), 0)
     values = {key: -0.00123456 for key in run_folder.ON_SCREEN} | {"reward/style": 0.25, "time/step": 30.0}
     log.metrics({"step": 100, "reward/mean": 0.5, "time/step": 90.0, "reward/no_verdict": 0.0})
     log.metrics({"step": 101} | values)

@@ -36,7 +36,7 @@ import rollout
 from played import advantages_of, lines_of, sample_of, says, server, toy_config, without_ray
 from policy import Sample
 from run import Run
-from tiny import groups_of, policy_of, roll_out, weights_of, with_sgd
+from tiny import groups_of, policy_of, roll_out, weights_of, with_sgd, worked
 from test_docs import blocks
 from toy import shop_world, warm_start
 import trajectory as trajectories
@@ -1129,7 +1129,7 @@ def test_a_failed_rollout_leaves_its_group(world):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(advantage="vppo"), dict(dynamic_sampling=True), dict(mini_batch_size=1)], ids=str
+    "options", [{}, worked("vppo"), dict(dynamic_sampling=True), dict(mini_batch_size=1)], ids=str
 )
 def test_a_group_that_fails_as_a_whole_is_skipped(options, world):
     config = world("run", "a_group_fails", max_no_verdict_rate=0.9, **options)
@@ -1782,7 +1782,7 @@ def test_credit_goes_to_turns(first_wrong, prefix):
     sample, other = sample_of(-1.0, "abcdefg", first_wrong=first_wrong), sample_of(1.0)
     sample.turns = [{"who": "policy", "text": "ab", "tokens": 2}, {"who": "tool", "text": "c", "tokens": 1},
                     {"who": "policy", "text": "defg", "tokens": 4}]  # fmt: skip
-    advantages, _ = advantages_of([sample, other], credit="prefix")
+    advantages, _ = advantages_of([sample, other], **worked("spare_good_prefix"))
     assert [value < 0 for value in advantages] == [False] * prefix + [True] * (7 - prefix)
 
 
@@ -1790,7 +1790,7 @@ def test_scores_of_steps_are_those_of_turns():
     sample, other = sample_of(0.0, "abcdefg", step_scores=[1.0, 0.0, 0.0]), sample_of(0.0, step_scores=[0.0])
     sample.turns = [{"who": "policy", "text": "ab", "tokens": 2}, {"who": "tool", "text": "c", "tokens": 1},
                     {"who": "policy", "text": "defg", "tokens": 4}]  # fmt: skip
-    advantages, _ = advantages_of([sample, other], advantage="steps")
+    advantages, _ = advantages_of([sample, other], **worked("steps"))
     assert len(set(advantages[:2])) == len(set(advantages[3:])) == 1 and advantages[0] != advantages[3]
 
 
@@ -1985,7 +1985,7 @@ def test_the_world_with_a_tool_on_real_servers(tmp_path):
         reward_kwargs='{"call_cost": 0.03}',
         rollout="vllm",
         overlap=True,
-        credit="prefix",
+        **worked("spare_good_prefix"),
         total_steps=2,
         train_batch_size=8,
         mini_batch_size=4,

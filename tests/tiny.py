@@ -1,5 +1,6 @@
 """Tiny policies and steps of samples for several test files."""
 
+import json
 import math
 import tempfile
 from pathlib import Path
@@ -14,7 +15,17 @@ from policy import Policy, Sample
 from rollout import rollout_hf
 
 CPU = torch.device("cpu")
+WORKED = Path(__file__).parent.parent / "recipes/advantages.py"
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14]]
+
+
+def worked(name, **settings):
+    """Return the trainer's settings for one of the worked examples of advantages."""
+    return dict(advantage=f"{WORKED}:{name}", advantage_kwargs=json.dumps(settings))
+
+
+def terms(**weights):
+    return worked("terms", weights=weights)
 
 
 def config_of(**changes):

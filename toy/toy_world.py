@@ -347,7 +347,7 @@ compute_score_fapo_oracle.check_row = scores.check_answer
 
 @functools.wraps(compute_score_fapo_oracle, assigned=())  # The signature rejects misspelt settings.
 def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_info, **settings) -> dict:
-    """Add `step_scores` to FAPO's score, for --advantage steps: 1 before the first wrong step, then 0."""
+    """Add `step_scores` to the score, for recipes/advantages.py:steps: 1 before the first error, then 0."""
     result = compute_score_fapo_oracle(data_source, solution_str, ground_truth, extra_info, **settings)
     first_wrong = result["first_wrong"]
     steps = [1.0] * len(scores.split_paragraphs(solution_str))

@@ -105,7 +105,7 @@ function understand(line) {
       ?? line.response.split("\n\n").map(text => text.trim()).filter(Boolean),
     writers: line.turns?.map(turn => turn.who), turnTokens: line.turns?.map(turn => turn.tokens),
     critique: critique ? textOfValue(critique) : null, score, penalty, reward, status: String(status),
-    // Paragraphs may have separate advantages (--credit prefix, vppo, steps).
+    // Paragraphs may have separate advantages (recipes/advantages.py: vppo, steps, spare_good_prefix).
     advantage: line.advantage, advantages: line.turns ? null : line.paragraph_advantages,
     tokenAdvantages: line.token_advantages, length: line.response_length,
     clipped: line.clipped, seconds: line.seconds, info: rest, line};

@@ -171,17 +171,12 @@ function verdictView(verdict) {  // what a group function reported for the whole
 
 const ADVANTAGES = {
   grpo: "Advantage = (reward − mean) / standard deviation.",
-  dr_grpo: "Advantage = reward − mean.",
-  papo: "Answer and reasoning are normalised separately (PAPO).",
-  vppo: "The steps before the first wrong one earn something, too (VPPO).",
-  terms: "Each reward component is normalised within its group, and the weighted sum over the step.",
-  steps: "Each paragraph adds its own and the later paragraphs' normalised scores to the reward's advantage."};
+  dr_grpo: "Advantage = reward − mean."};
 
 function groupView(run, group, chosen) {
   const [mean, std] = statistics(group), name = advantageOf(run);
   const silence = std === 0 ? " All rewards are equal: no learning signal." : "";
-  const formula = (ADVANTAGES[name] ?? `Advantages: see --advantage ${name}.`)
-    + (run.settings.credit === "prefix" ? " No step before the first wrong one is blamed." : "");
+  const formula = ADVANTAGES[name] ?? `Advantages: see --advantage ${name}.`;
   return [
     el("h2", {}, square(run.colour),
       `${run.name}, step ${group.step}: one prompt, G = ${group.samples.length}`),
