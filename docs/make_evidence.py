@@ -66,7 +66,7 @@ FIRST_TABLE = {  # rows of the table in the README
 ALGORITHMS = {
     "rule": "outcome reward only",
     "fapo_oracle": "FAPO",
-    "prefix_oracle": "FAPO, `--credit prefix`",
+    "prefix_oracle": "FAPO, good prefix spared",
     "vppo_oracle": "VPPO, FAPO's score",
     "papo_oracle": "PAPO",
     "dr_grpo_oracle": "Dr. GRPO",
@@ -75,7 +75,7 @@ ALGORITHMS = {
     "cispo_oracle": "CISPO",
     "lora_oracle": "FAPO with LoRA",
     "fapo_judge": "FAPO, served judge",
-    "prefix_judge": "FAPO, served judge, `--credit prefix`",
+    "prefix_judge": "FAPO, served judge, good prefix spared",
     "vppo_judge": "VPPO, served judge",
 }
 PENALTIES = {
@@ -87,10 +87,10 @@ PENALTIES = {
 OWN_ALGORITHMS = {
     "rule": "outcome reward only",
     "fapo_oracle": "FAPO",
-    "prefix_oracle": "FAPO, `--credit prefix`",
+    "prefix_oracle": "FAPO, good prefix spared",
     "vppo_oracle": "VPPO, FAPO's score",
     "papo_oracle": "PAPO",
-    "steps_oracle": "FAPO, `--advantage steps`",
+    "steps_oracle": "FAPO, step scores",
     "distill": "on-policy distillation, no reward",
 }
 LONG = {
@@ -112,9 +112,9 @@ VARIANTS = {  # runs from the second world's checkpoint 0; {steps} becomes the n
     "penalty0.5": "FAPO, λ = 1/2",
     "penalty2": "FAPO, λ = 2",
     "place_oracle": "FAPO, wrong answers scored by location",
-    "prefix_oracle": "FAPO, `--credit prefix`",
-    "prefix_long": "`--credit prefix`, {steps} steps",
-    "prefix_right": "`--credit prefix`, judge queried on correct answers only",
+    "prefix_oracle": "FAPO, good prefix spared",
+    "prefix_long": "good prefix spared, {steps} steps",
+    "prefix_right": "good prefix spared, judge queried on correct answers only",
     "vppo_oracle": "VPPO",
     "vppo_long": "VPPO, {steps} steps",
     "vppo_right": "VPPO, judge queried on correct answers only",
@@ -161,24 +161,27 @@ TOOL_NAMES = {
     "outcome": "outcome reward only",
     "outcome_dr_grpo": "outcome reward only, `--advantage dr_grpo`",
     "fapo": "FAPO",
-    "prefix": "FAPO, `--credit prefix`",
+    "prefix": "FAPO, good prefix spared",
     "vppo": "VPPO, FAPO's score",
 }
 COSTS = {"_cost0": "0", "_cost0.01": "0.01", "": "0.03", "_cost0.1": "0.1"}  # end of the name -> cost
+ADVANTAGE = "--advantage recipes/advantages.py:"
+SPARED = ADVANTAGE + "spare_good_prefix"
+VPPO = ADVANTAGE + "vppo --advantage-kwargs '{\"prefix_cut\": 0}'"
 FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.sh
     "outcome": "--reward-fn toy/shop_world.py:compute_score_outcome",
     "outcome_dr_grpo": "--reward-fn toy/shop_world.py:compute_score_outcome --advantage dr_grpo",
     "fapo": "",
-    "prefix": "--credit prefix",
-    "vppo": "--advantage vppo --prefix-cut 0",
+    "prefix": SPARED,
+    "vppo": VPPO,
 }
 SECOND_WORLD = {  # flags of each algorithm, in addition to those in recipes/second_world.sh
     "rule": "--reward-fn toy/toy_world.py:compute_score_baseline",
     "fapo_oracle": "",
-    "prefix_oracle": "--credit prefix",
-    "vppo_oracle": "--advantage vppo --prefix-cut 0",
-    "papo_oracle": "--advantage papo",
-    "steps_oracle": "--reward-fn toy/toy_world.py:compute_score_steps_oracle --advantage steps",
+    "prefix_oracle": SPARED,
+    "vppo_oracle": VPPO,
+    "papo_oracle": ADVANTAGE + "papo",
+    "steps_oracle": "--reward-fn toy/toy_world.py:compute_score_steps_oracle " + ADVANTAGE + "steps",
 }
 # Algorithms that query no judge (their names start like this), and those that query it on wrong answers too.
 UNJUDGED = ("rule", "distill", "outcome")

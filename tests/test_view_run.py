@@ -611,7 +611,8 @@ def test_of_an_evaluation_that_was_repeated_the_page_has_the_last_samples(tmp_pa
 
 @in_browser
 def test_settings_that_all_runs_share_are_said_once(tmp_path):
-    lora = dict(lora_rank=8, advantage="terms", reward_terms=["acc=1"], own_flag=0.5, overlap=True)
+    own = dict(advantage="recipes/advantages.py:terms", advantage_kwargs='{"weights": {"acc": 1}}')
+    lora = dict(own, lora_rank=8, own_flag=0.5, overlap=True)
     for name, more in {"plain": dict(overlap=False), "lora": lora}.items():
         settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="grpo", seed=1,
                         kl_coef=0.1, key=name)  # fmt: skip
@@ -619,7 +620,7 @@ def test_settings_that_all_runs_share_are_said_once(tmp_path):
     said = re.findall("<p[^>]*>(.*?)</p>", part(dom(view_run.write_page([tmp_path])), "settings"))
     assert [re.sub("<.*?>", "", text) for text in said] == [
         "all runs · model m · reward compute_score.py:compute_score_fapo · λ 1 · seed 1",
-        "lora · LoRA rank 8 · advantage terms acc=1 · own_flag 0.5 · overlap true",
+        "lora · LoRA rank 8 · advantage recipes/advantages.py:terms {"weights": {"acc": 1}} · own_flag 0.5 · overlap true",
         "plain · advantage grpo · own_flag not set · overlap false",
     ]
     settings["reward_kwargs"] = '{"penalty": null}'
