@@ -281,6 +281,27 @@ async def test_a_stream_comes_as_it_is_written():
         assert await answer.content.read() == b"data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+@in_a_loop
+async def test_headers_about_the_servers_connection_are_not_forwarded(streamed):
+    dropped = {"Keep-Alive": "timeout=1", "Proxy-Connection": "close", "TE": "x", "Upgrade": "h2c"}
+
+    async def play(request, upstream):
+        headers = dropped | {"X-Kept": "1"}
+        if not streamed:
+            return web.Response(text="all", headers=headers)
+        answer = web.StreamResponse(headers=headers)
+        await answer.prepare(request)
+        await answer.write(b"all")
+        return answer
+
+    async with Upstream(play) as up, Running(up) as it:
+        status, body, headers = await it.ask("POST", "/")
+        assert (status, body, headers["X-Kept"]) == (200, b"all", "1")
+        assert ("Content-Length" in headers) != streamed
+        assert not set(dropped) & set(headers)
+
+
 @in_a_loop
 async def test_large_bodies_both_ways_and_the_limit():
     async def play(request, upstream):
@@ -1173,7 +1194,7 @@ async def test_a_server_with_other_models_does_not_join(models, policy, capfd):
         assert state[one.url] == (True, ["a (/models/a)"], "/health returned 200")
         healthy, listed, why = state[two.url]
         assert not healthy and len(listed) == len(models)
-        assert why.startswith(f"its models ({', '.join(listed)}) differ from those of the first server (a (/m")
+        assert why.startswith(f"its models ({', '.join(listed)}) differ from those of the first server (a")
         await it.router.poll_all()
         assert capfd.readouterr().err.count(f"{two.url} is not in the rotation ({why})") == 1
 
