@@ -20,10 +20,11 @@ How the router reacts when a server fails:
                                 retried one per second. A request is rejected with 422 if a second server dies
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
-    no response to several      If a server answers no request to a path, whereas other servers do, requests that
-    requests                    run into a time limit count as failures, even if /health is good. After
+    no response to several      If a server answers no request to a path although other servers do, requests
+    requests                    that run into a time limit count as failures, even if /health is good. After
                                 --unhealthy-after in a row, the server leaves the rotation, and its remaining
-                                requests go to other servers. It returns when it has been restarted.
+                                requests go to other servers. It returns when it has been restarted, or if no
+                                other server is healthy.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 A server does not join if its /v1/models lists other models than that of the first server (--mixed-models).
 No request is sent twice to a living server. A server returns to the rotation when its /health responds again.
