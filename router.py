@@ -271,7 +271,8 @@ class Router:
         await self.runner.setup()
         workers = [*self.workers.values()]
         # The order of --workers, not of the responses, decides which models the router serves.
-        for worker, health in zip(workers, await asyncio.gather(*map(self.get_health, workers))):
+        checks = [self.get_health(worker, may_join=True) for worker in workers]
+        for worker, health in zip(workers, await asyncio.gather(*checks)):
             self.note_health(worker, *health)
         self.poller = asyncio.create_task(self.poll_forever())
         await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
@@ -296,8 +297,8 @@ class Router:
         # A removed server is checked as long as it has requests, which may hang.
         await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits}))
 
-    async def get_health(self, worker: Worker) -> tuple[bool, str]:
-        """Query the health of a server. Return whether the server is healthy, and why."""
+    async def get_health(self, worker: Worker, may_join: bool = False) -> tuple[bool, str]:
+        """Query a server for its health, and for its models if it may join. Return (is healthy, why)."""
         path, limit = self.config.health_path, self.config.health_timeout
         try:
             async with asyncio.timeout(limit):
@@ -305,7 +306,8 @@ class Router:
                     worker.is_silent = False
                     healthy, why = answer.status < 500, f"{path} returned {answer.status}"
                 # A server that did not respond may have been restarted with another model.
-                if healthy and not self.config.mixed_models and (worker.polls_failed or not worker.healthy):
+                may_join = may_join and (worker.polls_failed or not worker.healthy)
+                if healthy and may_join and not self.config.mixed_models:
                     path = "/v1/models"
                     worker.models = await self.get_models(worker)
                 return healthy, why
@@ -354,7 +356,7 @@ class Router:
 
     async def poll(self, worker: Worker) -> None:
         """Check the health of one server, and add it to the rotation or remove it."""
-        self.note_health(worker, *await self.get_health(worker))
+        self.note_health(worker, *await self.get_health(worker, may_join=True))
 
     def note_health(self, worker: Worker, healthy: bool, why: str) -> None:
         """Add a server to the rotation or remove it, according to a health check."""
