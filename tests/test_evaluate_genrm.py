@@ -296,7 +296,7 @@ def test_limit_and_bad_files(bench, tmp_path):
     path = tmp_path / "rows.jsonl"
     for prompt in ("Is it right?", [], ["Is it right?"], [{"role": "user"}], [{"content": "Is it right?"}]):
         path.write_text(json.dumps(row | {"prompt": prompt}))
-        with pytest.raises(ValueError, match="rows.jsonl, row 0: prompt is .*; it must be a list of messages"):
+        with pytest.raises(ValueError, match="row 0: prompt is .*; it must be a list of messages"):
             read_judge_rows(path)
     path.write_text("")
     with pytest.raises(ValueError, match="rows.jsonl: the file has no rows"):
@@ -319,7 +319,9 @@ def test_limit_and_bad_files(bench, tmp_path):
         ("top-p", 1.5, "must be above 0 and at most 1"),
     ],
 )
-def test_settings_that_measure_nothing_are_refused(bench, tmp_path, monkeypatch, capsys, flag, value, problem):
+def test_settings_that_measure_nothing_are_refused(
+    bench, tmp_path, monkeypatch, capsys, flag, value, problem
+):
     out = tmp_path / "c.parquet"
     out.write_text("an earlier result")
     arguments = ["--data", bench, "--out", out, "--router-address", "127.0.0.1:1", f"--{flag}={value}"]
