@@ -113,49 +113,28 @@ def run_ours(job: dict, events: Events) -> None:
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
     (source, *_) = {row["data_source"] for row in rows_of(job["val_file"])}
     sys.argv = ["grpo_trainer.py", "--model", job["model"], "--out-dir", str(folder / "run")]
-    settings = {
-        "train-file": job["train_file"],
-        "val-file": job["val_file"],
-        "reward-fn": job["reward_fn"],
-        "total-steps": job["steps"],
-        "train-batch-size": job["prompts"],
-        "mini-batch-size": job["prompts"],
-        "group-size": job["group"],
-        "max-response-length": job["length"],
-        "overlong-buffer": 0,
-        "lr": job["lr"],
-        "lr-warmup-steps": WARMUP_STEPS,
-        "val-every": job["val_every"],
-        "val-temperature": 0,
-        "save-every": 0,
-        "num-threads": job["threads"],
-        "num-workers": 1,
-        "seed": job["seed"],
-    }
-    for name, value in settings.items():
-        sys.argv += [f"--{name}", str(value)]
+    for name in ("train_file", "val_file", "reward_fn"):
+        sys.argv += [f"--{name.replace('_', '-')}", job[name]]
+    sys.argv += f"""--total-steps {job["steps"]} --train-batch-size {job["prompts"]} --seed {job["seed"]}
+        --mini-batch-size {job["prompts"]} --group-size {job["group"]} --max-response-length {job["length"]}
+        --overlong-buffer 0 --lr {job["lr"]} --lr-warmup-steps {WARMUP_STEPS} --val-every {job["val_every"]}
+        --val-temperature 0 --save-every 0 --num-threads {job["threads"]} --num-workers 1""".split()
     grpo_trainer.main(grpo_trainer.parse_command_line())
 
 
 # ---- TRL's side
 
 
-def warmup_factor(step: int) -> float:
-    """Return the fraction of --lr that grpo_trainer.py uses in this step, counted from 1."""
-    return min(1.0, step / WARMUP_STEPS)
-
-
-def run_trl(job: dict, events: Events, trainer_class=None):
-    """Train with GRPOTrainer, or a subclass of it. Returns the trainer."""
+def run_trl(job: dict, events: Events) -> None:
     import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback
 
-    torch.set_num_threads(job["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    function = load_function(job["reward_fn"])
+    from reward_worker import load_in_this_process
+    from trl_side import new_trainer
+
+    function = load_in_this_process("reward_fn", job["reward_fn"])
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"--reward-fn: {job['reward_fn']} is async, but TRL's side needs a sync function")
     val_rows = rows_of(job["val_file"])
 
     def result_of(row: dict, text: str) -> dict:
@@ -175,12 +154,16 @@ def run_trl(job: dict, events: Events, trainer_class=None):
     @torch.no_grad()
     def evaluate() -> None:
         events.write("evaluation begins")
+        model, tokenizer = trainer.model, trainer.processing_class
         options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         prompts = tokenizer.apply_chat_template([row["prompt"] for row in val_rows], **options)
-        was_training = model.training
+        was_training, was_checkpointing = model.training, model.is_gradient_checkpointing
         model.eval()
-        with without_checkpointing(model):
-            output = model.generate(**prompts, do_sample=False, max_new_tokens=job["length"])
+        if was_checkpointing:  # With gradient checkpointing, a model does not use its key-value cache.
+            model.gradient_checkpointing_disable()
+        output = model.generate(**prompts, do_sample=False, max_new_tokens=job["length"])
+        if was_checkpointing:
+            model.gradient_checkpointing_enable()
         model.train(was_training)
         responses = output[:, prompts["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -196,71 +179,11 @@ def run_trl(job: dict, events: Events, trainer_class=None):
             if state.global_step % job["val_every"] == 0:
                 evaluate()
 
-    args = GRPOConfig(
-        output_dir=job["folder"],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=job["side"] == "trl",
-        max_steps=job["steps"],
-        per_device_train_batch_size=job["prompts"] * job["group"],
-        num_generations=job["group"],
-        max_completion_length=job["length"],
-        temperature=1.0,
-        loss_type="dapo",
-        scale_rewards="group",
-        epsilon=0.2,
-        epsilon_high=0.28,
-        beta=0.0,
-        max_grad_norm=1.0,
-        shuffle_dataset=False,  # The rows are drawn in our order.
-        seed=job["seed"],
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-    )
-    # TRL's own warm-up begins at 0, and its weight decay excludes norms. Ours does neither.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.1, fused=True)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: warmup_factor(done + 1))
     rows = rows_of(job["train_file"])
     columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
-    trainer = (trainer_class or GRPOTrainer)(
-        model,
-        reward,
-        args,
-        Dataset.from_dict(columns),
-        processing_class=tokenizer,
-        callbacks=[Watch()],
-        optimizers=(optimizer, warmup),
-    )
+    job |= {"samples": job["prompts"] * job["group"], "warmup": WARMUP_STEPS}
+    trainer = new_trainer(job | {"checkpointing": job["side"] == "trl"}, reward, columns, Watch())
     trainer.train()
-    return trainer
-
-
-@contextlib.contextmanager
-def without_checkpointing(model):
-    """Turn off gradient checkpointing, with which a model does not use its cache of keys and values."""
-    was_on = model.is_gradient_checkpointing
-    if was_on:
-        model.gradient_checkpointing_disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            model.gradient_checkpointing_enable()
-
-
-def load_function(reference: str):
-    import importlib.util
-
-    path, _, name = reference.rpartition(":")
-    spec = importlib.util.spec_from_file_location("reward_function", ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name)
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"--reward-fn: {reference} is async; TRL's side needs a sync function; pass one")
-    return function
 
 
 # ---- both sides: turns, and curves over the running time of a side
@@ -398,24 +321,23 @@ def median_of_a_step(curve: dict, column: int) -> float:
 
 
 def table(curves: list[dict], threshold: float) -> str:
-    lines = [
-        f"| | seed | score before | steps to {threshold:g} | s to {threshold:g} | CPU s | median step s "
-        "| CPU s | score after | steps |",
-        "| --- " + "| ---: " * 9 + "|",
-    ]
+    from toy.report import table as markdown
+
+    rows = []
     for curve in curves:
-        point = reached(curve, threshold)
         cells = ["-", "-", "-"]
+        point = reached(curve, threshold)
         if point:
             cells = [str(point["step"]), f"{point['seconds']:.0f}", f"{point['cpu']:.0f}"]
-        ends = curve["step_ends"]
         medians = ["-", "-"]
-        if len(ends) > 1:
+        if len(curve["step_ends"]) > 1:
             medians = [f"{median_of_a_step(curve, column):.2f}" for column in (0, 1)]
         scores = [f"{point['score']:.2f}" for point in curve["points"]] or ["-"]
-        row = [curve["side"], str(curve["seed"]), scores[0], *cells, *medians, scores[-1], str(len(ends))]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        last = [scores[-1], str(len(curve["step_ends"]))]
+        rows.append([curve["side"], str(curve["seed"]), scores[0], *cells, *medians, *last])
+    reach = [f"{unit} to {threshold:g}" for unit in ("steps", "s", "CPU s")]
+    heads = ["", "seed", "score before", *reach, "median step s", "CPU s", "score after", "steps"]
+    return markdown(heads, *rows)
 
 
 def main() -> None:
