@@ -750,27 +750,49 @@ async def _json_request(method, url, **kwargs):
             text = await response.text(errors="replace")
             response.reason = text[:200]  # raise_for_status puts the reason into the error's message.
             response.raise_for_status()
-        reply = await response.json(content_type=None)
+        text = await response.read()
+    try:
+        reply = json.loads(text)
+    except (ValueError, RecursionError) as error:  # A page, or a reply that breaks off
+        raise ReplyError(502, f"the body is not JSON ({error}): {text[:200]!r}") from error
     _raise_if_failed(reply)
     return reply
 
 
-async def served_model(address: str, outdated=None) -> dict:
-    """Return the first model that GET /v1/models lists: its id, max_model_len and more.
+_served = {}  # (address, model or None) -> the model's entry in /v1/models; kept as long as this process
 
-    The answer is cached for each address. To refresh the cache, pass the cached answer as `outdated`; the
-    address is not queried again if another caller has refreshed the cache in the meantime.
+
+async def listed_models(address: str) -> list[dict]:
+    """Return the models that GET /v1/models lists now."""
+    limit = aiohttp.ClientTimeout(total=60)
+    models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
+    if not isinstance(models, dict) or not models.get("data"):  # as while a server starts
+        raise ReplyError(502, f"http://{address}/v1/models lists no models: {models!s:.200}")
+    return models["data"]
+
+
+async def served_model(address: str, model: str | None = None) -> dict:
+    """Return what GET /v1/models says about a model: its id, max_model_len and more.
+
+    Without `model`, the server must serve only one, which may have several names. A process asks only once,
+    so that all its requests go to the same model even if the server then lists another one.
+
+    Raises:
+        ValueError: The server lists several models, or not this one.
     """
-    shared = _shared_answer(asyncio.get_running_loop(), address)
-    async with shared:
-        if shared.answer is outdated:
-            shared.answer = None
-            limit = aiohttp.ClientTimeout(total=60)
-            models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
-            if not isinstance(models, dict) or not models.get("data"):
-                raise ValueError(f"http://{address}/v1/models lists no models: {models!s:.200}")
-            shared.answer = models["data"][0]
-        return shared.answer
+    async with _shared_answer(asyncio.get_running_loop(), f"{address} {model}"):  # One caller asks.
+        if (address, model) not in _served:
+            found = await listed_models(address)
+            names = ", ".join(str(card["id"]) for card in found)
+            if model is not None:
+                found = [card for card in found if card["id"] == model]
+            if not found:
+                raise ValueError(f"http://{address} does not serve the model {model!r}; it serves {names}")
+            if len({card.get("root") or card["id"] for card in found}) > 1:
+                raise ValueError(f"http://{address} serves several models ({names}); choose one with "
+                                 "genrm_model (`model` in a call of chat)")  # fmt: skip
+            _served[address, model] = found[0]
+        return _served[address, model]
 
 
 async def chat(
@@ -780,8 +802,9 @@ async def chat(
     """Send a prompt to `http://address/v1/chat/completions`. Settings that are None are not sent.
 
     The prompt is the text of one user message, or a list of messages with the keys "role" and "content".
-    After a broken connection or status 408, 425, 429 or 5xx (even in the body of a reply with HTTP status
-    200), the request is retried with growing random pauses until `timeout_s` has passed. A failing server
+    After a broken connection, status 408, 425, 429 or 5xx (even in the body of a reply with HTTP status 200),
+    or a reply that is not JSON or has no choices, the request is retried with growing random pauses until
+    `timeout_s` has passed. Without `model`, the model is the only one that the server lists. A failing server
     never makes `chat` raise an exception. At temperature 0, identical requests wait for the first one, even
     if it hangs, and share its answer. They share a failure only if the request crashed servers.
 
@@ -845,51 +868,70 @@ def _is_retryable(error):
 async def _complete_chat(address, body):
     """Send one request with a model name and max_tokens that the server accepts, and return the reply."""
     url = f"http://{address}/v1/chat/completions"
-    served, context = None, 0
-    body = dict(body)
-    if "model" not in body:
+    model = body.get("model")
+    if model is None:
         served = await served_model(address)
-        body["model"] = served["id"]
-        context = served.get("max_model_len") or math.inf  # limit of prompt plus answer, in tokens
-        # Without max_tokens, the answer may fill the rest of the context.
-        if body.get("max_tokens", 0) >= context:
-            del body["max_tokens"]
+    else:  # A look-up follows only if max_tokens turns out to be too high.
+        served = _served.get((address, model)) or {"id": model}
+    body = body | {"model": served["id"]}
+    # Without max_tokens, the answer may fill the rest of the context.
+    if body.get("max_tokens", 0) >= (served.get("max_model_len") or math.inf):
+        del body["max_tokens"]
     try:
         return await _json_request("POST", url, json=body)
     except (aiohttp.ClientResponseError, ReplyError) as error:
-        if error.status == 404 and served:  # Another model may now be served at this address.
-            renamed = await served_model(address, outdated=served)
-            if renamed["id"] == served["id"]:
-                raise
-            body["model"] = renamed["id"]
-        elif error.status == 400 and "max_tokens" in body and context < math.inf:
-            del body["max_tokens"]  # The prompt may leave fewer than max_tokens tokens.
-        else:
+        if error.status == 404:
+            await _check_name(address, body["model"])
+        if error.status != 400 or "max_tokens" not in body:
             raise
+        if model is not None:
+            with contextlib.suppress(Exception):  # The first error is the one to report.
+                served = await served_model(address, model)
+        if not served.get("max_model_len"):
+            raise
+    del body["max_tokens"]  # The prompt may leave fewer than max_tokens tokens.
     return await _json_request("POST", url, json=body)
+
+
+async def _check_name(address, model):
+    """Raise ValueError if the server at this address lists other models. They are other judges."""
+    names = [model]
+    with contextlib.suppress(Exception):  # Some servers have no list.
+        names = [str(card["id"]) for card in await listed_models(address)]
+    if model not in names:
+        raise ValueError(f"the requests are for the model {model!r}, but http://{address} serves "
+                         f"{', '.join(names)}; serve {model!r} again, or start a new run")  # fmt: skip
 
 
 def _read_reply(reply):
     """Return (status, text, completion tokens, whether the server aborted) of a chat completion.
 
     Raises:
-        ReplyError: The reply has no choices, or its first choice reports an error.
+        ReplyError: The reply has no choices yet, or its first choice reports an error.
         ValueError: The reply has no readable text.
     """
-    if not isinstance(reply, dict) or reply.get("choices") is None:
+    if not isinstance(reply, dict):
+        raise ReplyError(502, f"the reply has no choices: {reply!s:.200}")
+    usage = reply.get("usage") or {}
+    choices = reply.get("choices")
+    if choices == [] and usage.get("completion_tokens"):  # The thought used up all tokens.
+        choices = [{"message": None, "finish_reason": "length"}]
+    if not choices:  # as while a server warms up
         raise ReplyError(502, f"the reply has no choices: {reply!s:.200}")
     try:
-        choice = reply["choices"][0]
+        choice = choices[0]
         _raise_if_failed(choice)
-        text = choice["message"]["content"] or ""  # null if a reasoning parser found no final answer
+        end = choice.get("finish_reason")
+        message = choice["message"]
+        if end == "length" and not (message and message.get("content")):
+            message = {"content": None}  # The thought used up all tokens, and some servers leave out the rest.
+        text = message["content"] or ""  # null if a reasoning parser found no final answer
         if isinstance(text, list):  # Some servers send the content in parts.
             text = [part.get("text") or "" for part in text]
         text = "".join(text)  # This raises TypeError if the content is not text.
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply is not a chat completion: {reply!s:.200}") from error
-    end = choice.get("finish_reason")
     status = "truncated" if end in ("length", "abort") else "ok"
-    usage = reply.get("usage") or {}
     return status, text, usage.get("completion_tokens") or 0, end == "abort"
 
 

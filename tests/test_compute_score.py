@@ -669,6 +669,7 @@ class Judge:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     monkeypatch.setattr(scores.random, "uniform", lambda low, high: 0.004)
+    monkeypatch.setattr(scores, "_served", {})  # Another test's judge may have had the same port.
 
 
 def score_with(
@@ -706,7 +707,13 @@ def score_with(
         (400, {"on_no_verdict": "rule"}, 1.0, False, "http_error"),
         ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         (500, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
-        ({"choices": []}, {}, None, None, "http_error"),
+        ({"choices": []}, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
+        # The judge's thought used up all tokens.
+        ({"choices": [], "usage": {"completion_tokens": 9}}, {}, None, None, "truncated"),
+        ({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}, {}, None, None, "truncated"),
+        ({"choices": [{"message": {"reasoning": "hm"}, "finish_reason": "length"}]}, {}, None, None,
+         "truncated"),
+        ({"choices": [{"message": None, "finish_reason": "length"}]}, {}, None, None, "truncated"),
         ({"choices": [{"message": {"content": None}}]}, {}, None, None, "unparsable"),
         # A thought is not a verdict, wherever the server puts it.
         ({"choices": [{"message": {"content": "", "reasoning_content": "\\boxed{1}"}}]}, {}, None, None,
@@ -1201,12 +1208,16 @@ def gateway_error(**error):
         {"error": "no server is free"},
         {"choices": [gateway_error(code=502)]},
         {"choices": None},
+        {"choices": []},  # while the server warms up
         {"id": "x"},
         {},
+        (200, {}, "<html>The service is busy</html>"),
+        (200, {}, json.dumps({"choices": [{"message": {"content": "\\boxed{1}"}}]})[:40]),
+        (200, {}, "\n\n"),
     ],
 )
 def test_a_failure_inside_a_good_reply_is_tried_again(reply):
-    """Gateways report failures of their servers with HTTP status 200."""
+    """Gateways report failures of their servers with HTTP status 200, or with a page or half of a reply."""
     judge = Judge(reply, "\\boxed{1}")
     result = score_with(judge)
     assert (result["score"], result["genrm_status"], len(judge.requests)) == (0.0, "ok", 2)
@@ -1260,20 +1271,57 @@ class RenamedJudge(Judge):
         return await super().chat(request)
 
 
-def test_a_judge_that_comes_back_under_another_name_is_looked_up_again():
+def test_a_judge_that_is_replaced_in_the_middle_of_a_run_is_named_and_not_followed():
     judge = RenamedJudge("\\boxed{-1}")
+
+    async def ask(**settings):
+        return await scores.compute_score_fapo("x", RIGHT, "42", EXTRA, judge.address, **settings)
 
     async def main():
         async with judge.running():
-            ask = functools.partial(scores.compute_score_fapo, "x", RIGHT, "42", EXTRA, judge.address)
-            results = [await ask()]
+            port = int(judge.address.split(":")[1])
+            assert (await ask())["genrm_status"] == "ok"
+        async with judge.running(port):  # The server has restarted, and serves the same model.
+            assert (await ask())["genrm_status"] == "ok" and judge.model_lookups == 1
             judge.name = "judge_v2"
-            results += await asyncio.gather(*(ask() for _ in range(20)))
-            assert {result["genrm_status"] for result in results} == {"ok"} and judge.model_lookups == 2
-            named = await ask(genrm_model="judge_v1")  # a name from the user is not replaced
-            assert named["genrm_status"] == "http_error" and judge.model_lookups == 2
+            for settings in ({}, {"genrm_model": "judge_v1"}):
+                result = await ask(**settings)
+                assert (result["score"], result["genrm_status"]) == (None, "http_error")
+                assert "are for the model 'judge_v1', but" in result["genrm_error"]
+                assert "serves judge_v2" in result["genrm_error"]
+            assert (await ask(genrm_model="judge_v2"))["genrm_status"] == "ok"
+        async with judge.running(port):  # A new event loop, or a new session, does not ask again, either.
+            assert (await ask())["genrm_status"] == "http_error"
 
     asyncio.run(main())
+
+
+def test_one_of_several_models_must_be_chosen():
+    cards = [{"id": "a", "root": "/a"}, {"id": "b", "root": "/b"}]
+    judge = Judge("\\boxed{-1}")
+
+    async def models(request):
+        judge.model_lookups += 1
+        return web.json_response({"data": cards})
+
+    judge.models = models
+    result = score_with(judge)
+    assert (result["score"], result["genrm_status"], judge.requests) == (None, "http_error", [])
+    assert "serves several models (a, b); choose one with genrm_model" in result["genrm_error"]
+    assert score_with(judge, genrm_model="b")["score"] == 1.0 and judge.requests[0]["model"] == "b"
+    cards[1]["root"] = "/a"  # Both are names of one model.
+    assert score_with(judge)["score"] == 1.0 and judge.requests[1]["model"] == "a"
+
+
+def test_a_list_without_models_is_asked_for_again():
+    judge = Judge("\\boxed{-1}")
+    lists = [[], [], [judge.card]]
+
+    async def models(request):
+        return web.json_response({"data": lists.pop(0)})
+
+    judge.models = models
+    assert score_with(judge)["score"] == 1.0 and lists == []
 
 
 @pytest.mark.parametrize(
@@ -1291,6 +1339,21 @@ def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_
     result = score_with(judge, genrm_model="judge_v1", genrm_max_tokens=80)
     assert (result["score"], result["genrm_status"]) == (0.0, "ok")
     assert [request.get("max_tokens") for request in judge.requests] == [80, None]
+
+
+def test_a_chosen_judge_with_a_small_context_is_looked_up_once():
+    judge = RenamedJudge("\\boxed{1}")
+
+    async def main():
+        async with judge.running():
+            settings = {"reward_router_address": judge.address, "genrm_model": "judge_v1"}
+            for _ in range(3):
+                result = await scores.compute_score_fapo("x", RIGHT, "42", EXTRA, **settings)
+                assert (result["score"], result["genrm_status"]) == (0.0, "ok")
+
+    asyncio.run(main())
+    assert [request.get("max_tokens") for request in judge.requests] == [16384, None, None, None]
+    assert judge.model_lookups == 1
 
 
 def test_a_prompt_that_no_context_holds_is_a_failure():
@@ -1367,7 +1430,7 @@ def test_what_is_sampled_or_differs_is_asked_each_time(settings):
     assert answers_of(judge, *settings) == [("ok", "fine", 4)] * 8 and len(judge.requests) == 8
 
 
-@pytest.mark.parametrize("failure", [400, {"choices": []}, completion("so far", "abort")])
+@pytest.mark.parametrize("failure", [400, gateway_error(code=401), completion("so far", "abort")])
 def test_a_failure_is_not_shared(failure):
     judge = Judge(failure, "fine")
     first, *others = answers_of(judge, *[{"temperature": 0} for _ in range(8)])
