@@ -71,6 +71,39 @@ def test_papo_has_no_verdict_on_a_sample_without_acc():
     assert advantages(group, **worked("papo")) == [pytest.approx(HALF), pytest.approx(-HALF), None, None]
 
 
+def test_papo_judges_the_reasoning_of_right_answers_alone():
+    """A wrong answer that was not judged is wrong, and no flaw of a wrong answer counts among the right."""
+    for flawed in (None, True, False):
+        group = group_of(RIGHT, RIGHT | {"flawed_positive": True}, WRONG | {"flawed_positive": flawed})
+        spread = math.sqrt(4 / 3)  # sample std of 1, 1, -1
+        expected = [2 / 3 / spread + HALF, 2 / 3 / spread - HALF, -4 / 3 / spread]
+        assert advantages(group, advantage="papo") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(advantage="papo"),
+        dict(advantage="vppo"),
+        dict(advantage="steps"),
+        dict(advantage="terms", reward_terms=("acc=1",)),
+    ],
+    ids=lambda options: options["advantage"],
+)
+def test_what_is_said_of_a_sample_without_a_verdict_counts_in_no_mean(options):
+    """The reward function may return all other keys although it has no score."""
+    silent = RIGHT | {"score": None, "flawed_positive": True, "first_wrong": 1, "step_scores": [7.0]}
+    got = advantages(group_of(RIGHT, WRONG, silent), **options)
+    assert got == [*advantages(group_of(RIGHT, WRONG), **options), None] and got[0] > 0 > got[1]
+
+
+def test_a_step_score_ends_with_its_paragraph():
+    group = [sample_of(RIGHT, "a\n\nb"), sample_of(WRONG, "a\n\nb")]
+    set_advantages([group], config_of(advantage="steps"), decode)
+    assert group[0].token_advantages == pytest.approx([2 * HALF] * 3 + [HALF], rel=1e-5)
+    assert group[1].token_advantages == pytest.approx([-2 * HALF] * 3 + [-HALF], rel=1e-5)
+
+
 @pytest.mark.parametrize("high, low", [(1e30, 0.0), (1e39, 0.0), (1e300, -1e300), (2.0**24 + 1, 2.0**24)])
 def test_large_scores_that_differ_are_told_apart(high, low):
     got = advantages(group_of(RIGHT | {"score": high}, WRONG | {"score": low}))

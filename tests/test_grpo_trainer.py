@@ -140,6 +140,7 @@ def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, mo
             break
     assert step == len(steps) and bool(stopped) == bool(message), stopped
     assert not message or re.match(message, stopped), stopped
+    assert set(run.recent_verdicts) <= {split}
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -772,6 +772,14 @@ def test_entropy_is_estimated_from_all_samples_as_they_were_sampled(model):
     assert metrics["actor/entropy"] == pytest.approx(entropy.item(), rel=0.05) and entropy > 1
 
 
+def test_entropy_is_that_of_the_tokens_that_the_policy_wrote(model):
+    sample = roll_out(model, [[5, 6, 7]], group_size=1, length=5, eos_ids=())[0]
+    sample.loss_mask, sample.advantage = [True, False, False, True, False], 1.0
+    sample.rollout_logprobs = [-1.0, -64.0, 0.0, -2.0, -64.0]
+    metrics = policy_of(model).update([[sample]], lr=0.0)
+    assert metrics["actor/entropy"] == (1.0 + 2.0) / 2
+
+
 def two_mini_batches(model, number_of_tokens):
     """Return two groups of one sample with different lengths, each of which forms a mini-batch."""
     samples = roll_out(model, [[5, 6, 7], [8, 9]], group_size=1, length=9, eos_ids=())
@@ -789,6 +797,18 @@ def test_the_logged_loss_is_the_mean_over_mini_batches(model):
     metrics = policy.update([[sample] for sample in samples], lr=0.0)
     assert metrics["actor/updates"] == 2
     assert metrics["actor/loss"] == pytest.approx((-3.0 + 1.0) / 2, rel=1e-4)
+
+
+def test_the_logged_gradient_norm_is_the_mean_over_updates(model):
+    """With lr 0, an update alone has the gradient that it has in the step."""
+    samples = two_mini_batches(model, (2, 8))
+    samples[0].advantage, samples[1].advantage = 3.0, -1.0
+    steps = [[samples[:1]], [samples[1:]], [samples[:1], samples[1:]]]
+    norms = []
+    for groups in steps:
+        policy = with_sgd(policy_of(model, mini_batch_size=1))
+        norms.append(policy.update(groups, lr=0.0)["actor/grad_norm"])
+    assert norms[0] > 2 * norms[1] > 0 and norms[2] == pytest.approx((norms[0] + norms[1]) / 2, rel=1e-4)
 
 
 def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_path):
