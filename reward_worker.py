@@ -212,6 +212,15 @@ def local_modules(*folders: Path) -> list[str]:
 
 
 # --- 2. Calling it ------------------------------------------------------------------------------------------
+def unpickled(payload: bytes) -> dict:
+    """Return the arguments of a call. This is safe because our own manager pickled the data."""
+    try:
+        return pickle.loads(payload)
+    except Exception as error:  # A class of the rollout function's file may not exist here.
+        raise ValueError(f"the sample's data cannot be loaded for the reward function ({error_line(error)}); "
+                         "use only numbers, strings, lists and dicts in trajectory.info") from error
+
+
 class Scorer:
     """The reward function of a run with its constant arguments. Raises ValueError if it cannot be loaded.
 
@@ -256,7 +265,7 @@ class Scorer:
     async def score(self, payload: bytes) -> bytes:
         """Call an async function once. Catch even SystemExit, which would otherwise end the worker."""
         try:
-            arguments = pickle.loads(payload)  # This is safe because our own manager pickled the data.
+            arguments = unpickled(payload)
             value = await self.function(**arguments)
             self.check_imports()
             return as_result(value, arguments.get("solution_strs"))
@@ -266,7 +275,7 @@ class Scorer:
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
         """Call any function once, outside of an event loop because it may call asyncio.run itself."""
         try:
-            arguments = pickle.loads(payload)
+            arguments = unpickled(payload)
             value = self.function(**arguments)
             if inspect.isawaitable(value):
                 try:

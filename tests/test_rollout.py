@@ -144,6 +144,12 @@ def test_each_sample_is_reported_once_the_moment_it_ends(model):
         assert sample.truncated == (sample.response_ids[-1] not in ends)
 
 
+def test_a_response_that_ends_at_the_limit_is_not_truncated(model):
+    (ended,) = roll_out(model, [[5, 6, 7]], 1, length=1, eos_ids=range(model.config.vocab_size))
+    (cut,) = roll_out(model, [[5, 6, 7]], 1, length=1, eos_ids=())
+    assert ended.response_ids == cut.response_ids and not ended.truncated and cut.truncated
+
+
 def test_sampling_follows_the_distribution_and_top_p():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)

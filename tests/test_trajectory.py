@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -14,7 +16,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -730,6 +732,27 @@ def test_info_that_cannot_be_copied_fails_its_own_sample(value, model, tokenizer
         if not number % 4:
             error = sample.result["reward_extra_info"]["error"]
             assert "trajectory.info" in error and "lists and dicts" in error
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_info_that_a_reward_worker_cannot_load_is_named(is_async, tmp_path, monkeypatch):
+    """Its class is in the file of the rollout function, which workers do not load."""
+    module = ModuleType("environment")
+    exec("class Board:\n    pass", vars(module))
+    monkeypatch.setitem(sys.modules, "environment", module)
+    payload = pickle.dumps({"solution_str": "7", "extra_info": {"board": module.Board()}})
+    monkeypatch.delitem(sys.modules, "environment")
+    (tmp_path / "own.py").write_text("def score(solution_str, extra_info):\n    return 1.0\n")
+    job = reward_worker.Job(f"{tmp_path}/own.py:score", {}, {}, None, is_async, sees_group=False, timeout=9.0)
+    scorer = reward_worker.Scorer(job)
+    if is_async:
+        result = asyncio.run(scorer.score(payload))
+    else:
+        with asyncio.Runner() as runner:
+            result = scorer.score_sync(payload, runner)
+    (((score, info, status),), _) = json.loads(result)
+    assert score is None and status == "error" and "in trajectory.info" in info["error"]
+    assert "No module named 'environment'" in info["error"]
 
 
 def test_each_call_has_its_own_arguments(model, tokenizer):
