@@ -150,8 +150,7 @@ class Trajectory:
             turn = Turn(self._place, self.ids, limit, texts, tuple(marks), self._session)
             ids, logprobs = await self._wave.ask(turn)
         finally:
-            if not self._is_closed:
-                self._working_since = time.monotonic()
+            self._working_since = time.monotonic()
         self._check_open()
         text = self._rollouts.decode(ids)
         self._add("policy", text, ids, logprobs)
