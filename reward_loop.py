@@ -211,9 +211,14 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
 def json_object(field: str, text: str) -> dict:
     """Parse a JSON object. Raise ValueError if the text is anything else."""
     try:
-        return dict(**json.loads(text))  # Without **, a list of pairs would be accepted.
+        found = dict(**json.loads(text))  # Without **, a list of pairs would be accepted.
     except (TypeError, ValueError):
         raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError:  # Python accepts NaN, Infinity and 1e999, but other JSON parsers do not.
+        raise ValueError(f"{flag(field)} {text!r}: all numbers must be finite") from None
+    return found
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
