@@ -34,15 +34,24 @@ class Config:
 
 
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
-    """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`."""
+    """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`.
+
+    Raises ValueError if `checkpoint` has no adapters, or if `out` is one of the two inputs.
+    """
+    if not (checkpoint / "adapter_config.json").is_file():
+        raise ValueError(f"{checkpoint}: contains no adapters (adapter_config.json); pass a checkpoint of a "
+                         "run with --lora-rank, because other checkpoints are complete models")  # fmt: skip
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    base = model or settings["base_model_name_or_path"]
+    if out.resolve() == Path(base).resolve() or (out / "adapter_config.json").exists():
+        raise ValueError(f"{out}: is the base model or a checkpoint with adapters, which merging would "
+                         "overwrite; pass another directory")  # fmt: skip
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
     from transformers import AutoConfig
 
     from causal_lm import load_causal_lm, load_tokenizer
 
-    settings = json.loads((checkpoint / "adapter_config.json").read_text())
-    base = model or settings["base_model_name_or_path"]
     remote = dict(trust_remote_code=trust_remote_code)
     stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
     # The sum is computed in float32 and then rounded, as on the policy servers.
