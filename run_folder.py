@@ -212,6 +212,8 @@ class Log:
         self.folder = Path(config.out_dir)
         # With --overlap, two threads may write samples at the same time.
         self.samples_lock = threading.Lock()
+        # W&B drops lines unless their step is above all others, so repeated steps get higher ones there.
+        self.wandb_shift = 0
         self.rewind(first_step or -1)
         self.tensorboard = None
         if config.tensorboard:
@@ -221,9 +223,16 @@ class Log:
         self.wandb = None
         if config.wandb:
             self.wandb = start_wandb(config, first_step)
+            last = getattr(self.wandb, "step", 0) - 1  # counts lines that a killed run has not written to disk
+            self.wandb_shift = max(self.wandb_shift, last - first_step) if first_step else 0
 
     def rewind(self, step: int):
         """Delete the lines of all steps after this one."""
+        lines, _ = read_lines(self.folder / "metrics.jsonl")
+        if self.config.wandb and step >= 0 and lines and lines[-1]["step"] > step:
+            self.wandb_shift += lines[-1]["step"] - step
+            print(f"W&B cannot delete steps {step + 1} to {lines[-1]['step']}, so it will show them twice; the "
+                  "later lines count", flush=True)  # fmt: skip
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
 
@@ -255,7 +264,7 @@ class Log:
             for key, value in line.items():
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
-            self.wandb.log(line, step=step)
+            self.wandb.log(line, step=step + self.wandb_shift)
         terms = json.loads(self.config.advantage_kwargs).get("weights", ())
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
 
@@ -315,7 +324,7 @@ def start_wandb(config, first_step: int):
     command = sys.argv
     sys.argv = without_secrets(command)  # W&B records it.
     try:
-        return wandb.init(
+        run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fapo"),
             name=folder.name,
             dir=folder,
@@ -323,8 +332,12 @@ def start_wandb(config, first_step: int):
             resume="allow",
             config=without_secrets(asdict(config)),
         )
+    except wandb.Error as error:
+        raise ValueError(f"--wandb: {error}; to send the metrics later, set WANDB_MODE=offline") from error
     finally:
         sys.argv = command
+    run.define_metric("*", step_metric="step")  # the x axis of all charts
+    return run
 
 
 def line_of(sample, decode) -> dict:

@@ -9,6 +9,7 @@ Needs reward_loop.py, reward_worker.py and run_folder.py; genrm_server.py and al
 """
 
 import inspect
+import os
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from importlib.util import find_spec
@@ -200,6 +201,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(f"--{name}: needs the package {name}, which is not installed; run pip "
                                  f"install {name}")  # fmt: skip
+        if self.wandb:
+            check_wandb()
         for name in ("advantage_kwargs", "loss_kwargs"):
             reward_loop.json_object(name, getattr(self, name))
         from algorithm import check_functions, length_penalty_of  # here, because it imports torch
@@ -250,6 +253,19 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.overlap and tis_cap is None:
             tis_cap = 2.0
         return replace(self, device=device, rollout=rollout, tis_cap=tis_cap)
+
+
+def check_wandb() -> None:
+    """Raise ValueError if W&B has no API key and cannot ask for one."""
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    import wandb  # here, because it takes seconds
+
+    try:
+        wandb.login(verify=False)
+    except wandb.Error as error:
+        raise ValueError(f"--wandb: {error} Run wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline to "
+                         "send the metrics later with wandb sync") from error  # fmt: skip
 
 
 # ---- the command line

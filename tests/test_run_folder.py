@@ -398,6 +398,57 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     assert sys.argv[2] == secret
 
 
+class WandbRun:
+    """Drops a line whose step is below the newest one, as W&B does."""
+
+    def __init__(self):
+        self.step, self.lines = 0, []
+
+    def log(self, line, step):
+        if step >= self.step - 1:
+            self.lines.append((line["step"], line["loss"]))
+            self.step = step + 1
+
+    def define_metric(self, name, step_metric):
+        self.x_axis = name, step_metric
+
+    def finish(self):
+        pass
+
+
+def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    run = WandbRun()
+    monkeypatch.setattr(wandb, "init", lambda **settings: run)
+    config = config_of(out_dir=str(tmp_path), wandb=True)
+    expected = []
+
+    def write(log, steps, loss):
+        for step in steps:
+            log.metrics({"step": step, "loss": loss})
+            expected.append((step, loss))
+
+    log = run_folder.Log(config, 0)
+    write(log, (0, 1), 0)
+    log.rewind(0)
+    write(log, (1, 2, 3, 4, 5), 1)
+    log.rewind(3)  # The ranks have died.
+    write(log, (4, 5), 2)
+    assert "W&B cannot delete steps 4 to 5, so it will show them twice" in capsys.readouterr().out
+    log = run_folder.Log(config, 4)  # The run has been resumed.
+    write(log, (5, 6, 7, 8), 3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-2]))  # a power cut
+    log = run_folder.Log(config, 4)
+    write(log, (5, 6), 4)
+    assert run.lines == expected and run.x_axis == ("*", "step")
+    capsys.readouterr()
+    log = run_folder.Log(config, 6)
+    write(log, (7,), 5)
+    assert run.lines == expected and "W&B" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "value, expected",
     [
@@ -446,10 +497,28 @@ def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, 
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    run = SimpleNamespace(finish=None)
+    run = SimpleNamespace(finish=None, define_metric=lambda *names, **options: None)
     monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(settings) or run)
     run_folder.Log(config_of(out_dir=str(tmp_path), wandb=True), first_step=0)
     assert [settings["project"] for settings in runs] == [project]
+
+
+def test_wandb_without_a_key_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**options):
+        raise wandb.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "login", refuse)
+    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = config_of(out_dir=str(tmp_path), wandb=True)
+    with pytest.raises(ValueError, match="^--wandb: No API key configured. Run wandb login, or set WANDB_API"):
+        config.check()
+    with pytest.raises(ValueError, match="^--wandb: No API key configured.; to send the metrics later, set"):
+        run_folder.Log(config, 0)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config.check()
 
 
 # ---- correct answers and majority votes
