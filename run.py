@@ -5,6 +5,7 @@ The function `train` in grpo_trainer.py uses this file, and shows the order of e
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -78,16 +79,20 @@ class Run:
         self.recent_verdicts = defaultdict(Counter)
         self.lock = check_folder(config)  # No other run may use the directory now.
         try:
-            self.find_checkpoint()
+            state = self.find_checkpoint()
             self.read_tokenizer()
             self.read_data()
+            self.compare_prompts(state)
             self.read_rollout_function()
         except BaseException:
             self.lock.close()
             raise
 
-    def find_checkpoint(self):
-        """Resume from the newest checkpoint if there is one, and start from the model otherwise."""
+    def find_checkpoint(self) -> dict:
+        """Resume from the newest checkpoint if there is one, and start from the model otherwise.
+
+        Returns the trainer's state.
+        """
         self.resume_from = self.config.model
         state = {"step": 0, "prompts_drawn": 0}
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
@@ -109,18 +114,25 @@ class Run:
         self.num_prompts_trained = state["prompts_drawn"]  # drawn by completed steps
         self.num_prompts_drawn = state["prompts_drawn"]  # drawn by completed and current steps
         self.prefetched = None  # The batch that is sampled during the update (--overlap).
+        return state
+
+    def settings_before(self) -> dict:
+        """Return the settings of the previous start, or an empty dict if config.json is missing."""
+        file = Path(self.config.out_dir, "config.json")
+        if not file.is_file():
+            return {}
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"--out-dir {file.parent}: {file} is truncated ({error}); delete this file, and "
+                             "the run writes it again") from error  # fmt: skip
 
     def compare_model(self):
         """Print a warning if the run is resumed with a different --model."""
         config = self.config
-        file = Path(config.out_dir, "config.json")
-        if not file.is_file() or not (config.kl_coef or config.lora_rank):
+        if not (config.kl_coef or config.lora_rank):
             return  # A checkpoint of full weights does not need --model.
-        try:
-            before = json.loads(file.read_text()).get("model")
-        except ValueError as error:
-            raise ValueError(f"--out-dir {config.out_dir}: {file} is truncated ({error}); delete this file, "
-                             "and the run writes it again") from error  # fmt: skip
+        before = self.settings_before().get("model", config.model)
         if before != config.model:
             use = "--kl-coef now compares with"
             if config.lora_rank:
@@ -137,6 +149,24 @@ class Run:
         if changed:
             print(f"resuming with a different judge (not the same: {', '.join(changed)}); rewards before and "
                   f"after step {self.step} cannot be compared", flush=True)  # fmt: skip
+
+    def compare_prompts(self, before: dict):
+        """Print a warning if the run is resumed with other prompts, or in another order, than `before`."""
+        config = self.config
+        drawn = [config.seed, [row["prompt_ids"] for row in self.train_rows]]
+        self.prompts_hash = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+        if "prompts" in before:
+            is_same = before["prompts"] == self.prompts_hash
+        else:  # an older checkpoint
+            files = self.settings_before().get("train_file", config.train_file)
+            is_same = files == json.loads(json.dumps(config.train_file))
+        if self.step and self.step < config.total_steps and not is_same:
+            files = config.train_file
+            if not isinstance(files, str):
+                files = " ".join(files)
+            print(f"--train-file {files}: the prompts or their order (--seed) are not those of the "
+                  f"checkpoint; the run skips the first {self.num_prompts_drawn} of them. To train on all of "
+                  "them, pass the checkpoint as --model and another --out-dir", flush=True)  # fmt: skip
 
     def read_tokenizer(self):
         config = self.config
@@ -415,10 +445,11 @@ class Run:
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             why = reward_worker.error_line(error).splitlines()[-1]
-            raise ValueError(
-                f"cannot load {self.resume_from} ({why}); if one of its files is truncated, delete the "
-                "checkpoint to resume from the previous one"
-            ) from error
+            remedy = "check that its config.json, its weights and --max-positions belong together"
+            if self.step:
+                remedy = "if the run started with other settings of the model or LoRA, pass them; if one of "
+                remedy += "its files is truncated, delete the checkpoint to resume from the previous one"
+            raise ValueError(f"cannot load {self.resume_from} ({why}); {remedy}") from error
         info = self.policy.model_info()
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
@@ -458,6 +489,7 @@ class Run:
             "step": self.step,
             "prompts_drawn": self.num_prompts_trained,
             "started": self.started.isoformat(),
+            "prompts": self.prompts_hash,
         }
         try:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))

@@ -223,16 +223,17 @@ class Log:
         self.wandb = None
         if config.wandb:
             self.wandb = start_wandb(config, first_step)
-            last = getattr(self.wandb, "step", 0) - 1  # counts lines that a killed run has not written to disk
+            last = getattr(self.wandb, "step", 0) - 1  # A power cut may lose lines of metrics.jsonl.
             self.wandb_shift = max(self.wandb_shift, last - first_step) if first_step else 0
 
     def rewind(self, step: int):
         """Delete the lines of all steps after this one."""
         lines, _ = read_lines(self.folder / "metrics.jsonl")
         if self.config.wandb and step >= 0 and lines and lines[-1]["step"] > step:
-            self.wandb_shift += lines[-1]["step"] - step
-            print(f"W&B cannot delete steps {step + 1} to {lines[-1]['step']}, so it will show them twice; the "
-                  "later lines count", flush=True)  # fmt: skip
+            last = lines[-1]["step"]
+            self.wandb_shift += last - step
+            print(f"W&B cannot delete steps {step + 1} to {last}, so it will show them twice; the later "
+                  "lines count", flush=True)  # fmt: skip
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
 

@@ -1135,7 +1135,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         ),
         (dict(reward_kwargs="{1"), "--reward-kwargs '{1': must be a JSON object"),
         (dict(reward_kwargs="[1]"), "must be a JSON object"),
-        (dict(reward_kwargs='{"penalty": Infinity}'), "--reward-kwargs '{\"penalty\": Infinity}': all numbers must"),
+        (dict(reward_kwargs='{"a": Infinity}'), "--reward-kwargs '{\"a\": Infinity}': all numbers must be"),
         (dict(reward_kwargs='{"a": [{"b": NaN}]}'), "all numbers must be finite"),
         (dict(reward_kwargs='{"a": -1e999}'), "all numbers must be finite"),
         (

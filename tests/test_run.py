@@ -269,6 +269,31 @@ def test_a_resumed_run_shows_the_date_of_its_first_start(tmp_path, model, tokeni
     assert tokenizer.decode(other.train_rows[0]["prompt_ids"]).startswith("29 11 2026")
 
 
+def test_a_run_that_is_resumed_with_other_prompts_says_so(tmp_path, model, tokenizer, capsys):
+    old, copied = (train_file_of(tmp_path, name, range(4)) for name in ("old.parquet", "copy.parquet"))
+    more = train_file_of(tmp_path, "more.parquet", range(5))
+    run = prepared(tmp_path, model, tokenizer, train_file=old, total_steps=9)
+    run.lock.close()
+    run.policy = Policy(run.config, run.resume_from, torch.device("cpu"))
+    run.step, run.num_prompts_trained = 2, 3
+    run.save()
+    said = "are not those of the checkpoint; the run skips the first 3 of them"
+
+    def is_said(**changes):
+        changes = dict(train_file=old, total_steps=9, resume="auto") | changes
+        capsys.readouterr()
+        prepared(tmp_path, model, tokenizer, **changes).lock.close()
+        return said in capsys.readouterr().out
+
+    assert not is_said() and not is_said(train_file=copied) and not is_said(train_file=more, total_steps=2)
+    assert is_said(train_file=more) and is_said(train_file=(old, copied)) and is_said(seed=1)
+    # An older checkpoint does not know its prompts.
+    (tmp_path / "run/checkpoints/step_2/trainer_state.json").write_text('{"step": 2, "prompts_drawn": 3}')
+    assert not is_said(train_file=more)
+    (tmp_path / "run/config.json").write_text(json.dumps({"train_file": [old, copied]}))
+    assert is_said(train_file=more) and not is_said(train_file=(old, copied))
+
+
 @pytest.mark.parametrize("template", [CHATML, BY_ROLE])
 def test_an_answer_that_the_row_begins_is_continued(tmp_path, tokenizer, template):
     """If the answer were closed and another assistant message followed, the prompt would be different."""
@@ -512,6 +537,7 @@ def test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected(
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     config_of(**{name: True}).check()
     monkeypatch.setattr("settings.find_spec", lambda package: None)
     with pytest.raises(ValueError, match=f"--{name}: needs the package {name}, .*; run pip install {name}"):
@@ -519,6 +545,17 @@ def test_an_option_names_the_package_that_it_lacks(monkeypatch, name):
 
 
 # ---- models that the user cannot have meant
+
+
+def test_a_model_whose_files_do_not_match_is_no_truncated_checkpoint(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 32}))
+    run = grpo_trainer.Run(run.config)
+    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}/model .*; check that its") as error:
+        load(run)
+    assert "delete" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, model, tokenizer):
