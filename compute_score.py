@@ -406,40 +406,64 @@ compute_score.check_row = compute_score_gsm8k.check_row = check_answer
 
 # math-verify limits its running time with signal.alarm, which works only in the main thread of a process.
 # So child processes compare the answers, and an answer that hangs or kills its child does not affect other
-# answers. The children are forked because a spawned child would run the main script again.
-GRADE_TIMEOUT_S = 4  # Seconds per answer; ordinary answers take milliseconds.
+# answers. The children are forked because a spawned child would run the main script again, and with os.fork
+# because workers of a multiprocessing.Pool may not start a multiprocessing.Process.
+GRADE_TIMEOUT_S = 4  # Seconds of CPU time per answer, whatever the load; ordinary answers take milliseconds.
+GRADE_WALL_S = 120  # Time limit in seconds for an answer that waits without using the CPU.
 GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine's memory.
 _grader_threads = ThreadPoolExecutor(4)  # Event loops use at most 4 child processes at a time.
 
 
 @functools.cache
 def _graders(process):
-    """Return the pipes to the idle child processes of the process with this id, and a lock for them."""
+    """Return the idle child processes (pid, pipe) of the process with this id, and a lock for them."""
     return [], threading.Lock()
 
 
+@functools.cache
+def _warm_up():
+    """Parse once before the first fork. The first call takes 0.35 s of CPU time, which all children save."""
+    from math_verify import parse, verify
+    logger = logging.getLogger("math_verify")  # It warns about calls without its own time limit.
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    boxes = ["\\boxed{\\frac{1}{2}+x}", "\\boxed{0.5}"]
+    sides = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
+    verify(*sides, timeout_seconds=None, raise_on_error=True)
+    logger.setLevel(level)
+
+
 def _start_grader():
-    """Start a child process and return the pipe to it."""
-    fork = multiprocessing.get_context("fork")
-    ours, its = fork.Pipe()
-    fork.Process(target=_grade, args=(its, ours), daemon=True).start()
+    """Start a child process and return its pid and the pipe to it."""
+    _warm_up()
+    ours, its = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            _grade(its)
+        finally:
+            os._exit(0)  # without the parent's cleanup
     its.close()
-    return ours
+    return pid, ours
 
 
-def _grade(pipe, parents_end):
+def _grade(pipe):
     """Receive (truth, answer) pairs in a child process; send True, False, or None if memory ran out."""
     from math_verify import parse, verify
-    parents_end.close()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # The parent may have set a handler.
-    logging.disable()  # math-verify warns about calls without its own time limit.
+    for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGTERM):  # The parent may have set handlers.
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # After Ctrl-C, the parent decides.
+    logging.disable()
     pages = int(open("/proc/self/statm").read().split()[0])
     limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(EOFError, ConnectionError):  # The parent has ended or closed the pipe.
         while True:
             sides = pipe.recv()
-            signal.alarm(GRADE_TIMEOUT_S)  # The signal ends this process even while C code runs.
+            # These signals end this process even while C code runs.
+            signal.setitimer(signal.ITIMER_PROF, GRADE_TIMEOUT_S)
+            signal.alarm(GRADE_WALL_S)
             try:
                 boxes = [f"\\boxed{{{side}}}" for side in sides]
                 parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
@@ -448,6 +472,7 @@ def _grade(pipe, parents_end):
                 verdict = None
             except Exception:  # Answers that math-verify cannot compare count as different.
                 verdict = False
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.alarm(0)
             pipe.send(verdict)
 
@@ -475,13 +500,19 @@ def _math_verify(answer, truth):
         return False
     free, lock = _graders(os.getpid())
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
-        grader = free.pop() if free else _start_grader()
+        pid, pipe = free.pop() if free else _start_grader()
     try:
-        grader.send((truth, answer))
-        verdict = grader.recv()
-    except (EOFError, ConnectionError):  # The child died.
-        return None
-    free.append(grader)  # After an interrupt, the child is not reused: its answer is still pending.
+        pipe.send((truth, answer))
+        verdict = pipe.recv()
+    except BaseException as error:  # The child died, or its answer is still pending after an interrupt.
+        pipe.close()
+        with contextlib.suppress(OSError):  # The caller may have reaped the child.
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if isinstance(error, (EOFError, ConnectionError)):
+            return None
+        raise
+    free.append((pid, pipe))
     return verdict
 
 

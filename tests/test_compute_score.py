@@ -1664,12 +1664,14 @@ def parse(text, parsing_timeout, raise_on_error):
         raise ValueError
     return [text]
 def verify(truth, pred, timeout_seconds, raise_on_error):
-    if "ha" in pred[0]:
-        while True:
-            try:
-                time.sleep(3600)
-            except BaseException:
+    while "ha" in pred[0]:
+        try:
+            for _ in range(1 << 40):
                 pass
+        except BaseException:
+            pass
+    if "wa" in pred[0]:
+        time.sleep(3600)
     if "sl" in pred[0]:
         time.sleep(0.3)
     if "di" in pred[0]:
@@ -1684,7 +1686,7 @@ def verify(truth, pred, timeout_seconds, raise_on_error):
 GRADING = """
 import asyncio, json, os, signal, sys, threading, time
 import compute_score as scores
-scores.GRADE_TIMEOUT_S, scores.GRADE_MEMORY = 4, 1 << 28
+scores.GRADE_TIMEOUT_S, scores.GRADE_MEMORY = 0.3, 1 << 28  # seconds of CPU time
 def verified(pred, truth="1"):
     return scores.compute_score("x", f"so \\\\boxed{{{pred}}}", truth, verifier="math_verify")
 def told(**values):
@@ -1704,7 +1706,7 @@ def grading(tmp_path):
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         command = [sys.executable, "-c", GRADING + script]
         output = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60
+            command, stdout=subprocess.PIPE, text=True, env=environment, timeout=240
         ).stdout
         return json.loads(output.split("RESULT ")[1].splitlines()[0])
 
@@ -1756,6 +1758,7 @@ grade = lambda i: results.update({i: verified(answers[i])})
 threads = [threading.Thread(target=grade, args=[i]) for i in range(len(answers))]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
+scores.GRADE_TIMEOUT_S = 1
 async def main():
     sample = lambda pred, **settings: scores.compute_score_fapo("x", "\\\\boxed{%s}" % pred, "1", **settings)
     hanging = [asyncio.ensure_future(sample("ha", verifier="math_verify")) for _ in range(40)]
@@ -1775,9 +1778,11 @@ os._exit(0)
 @pytest.mark.slow
 def test_the_child_processes_end_with_a_parent_that_is_killed(grading):
     told = grading("""
+scores.GRADE_TIMEOUT_S = 1
 for _ in range(8):
     threading.Thread(target=verified, args=["ha"]).start()
-time.sleep(1)
+while len(children()) < 8:
+    time.sleep(0.05)
 told(children=children())
 os.kill(os.getpid(), 9)
 """)
@@ -1789,7 +1794,76 @@ os.kill(os.getpid(), 9)
 
 
 def test_who_grades_one_answer_after_another_has_one_child_process(grading):
-    assert grading("[verified('1+0') for _ in range(9)]; told(children=len(children()))") == {"children": 1}
+    told = grading("""
+def interrupt(*_):
+    raise TimeoutError
+signal.signal(signal.SIGALRM, interrupt)
+found = []
+for pred in ["1+0", "1+0", "2", "di", "1+0", "2", "wa", "1+0", "1+0"]:
+    signal.setitimer(signal.ITIMER_REAL, 0.1 if pred == "wa" else 0)
+    try:
+        verified(pred)
+    except TimeoutError:
+        pass
+    found.append(children())
+told(children=found)
+""")
+    first, second, third = told["children"][0], told["children"][4], told["children"][7]
+    expected = [first] * 3 + [[]] + [second] * 2 + [[]] + [third] * 2  # None is left after a death.
+    assert told["children"] == expected and len(first + second + third) == 3
+
+
+def test_the_time_limit_of_an_answer_counts_its_cpu_time(grading):
+    """An easy answer has its time on a busy machine, too. What only waits has a limit of its own."""
+    told = grading("""
+scores.GRADE_TIMEOUT_S, scores.GRADE_WALL_S = 0.2, 30
+slow = verified("sl")["acc"]  # It takes 0.3 s and no CPU time.
+hangs = verified("ha")["acc"]
+scores.GRADE_WALL_S = 1
+told(accs=[slow, hangs, verified("di")["acc"], verified("wa")["acc"]])
+""")
+    assert told == {"accs": [False, None, None, None]}
+
+
+def test_the_first_fork_comes_after_a_first_parse(grading):
+    """Without it, each child would spend a part of the time limit of its first answer on warming up."""
+    told = grading("""
+import math_verify
+pids = set()
+parse = math_verify.parse
+math_verify.parse = lambda *_, **__: pids.add(os.getpid()) or parse(*_, **__)
+told(acc=verified("1+0")["acc"], parent=os.getpid() in pids)
+""")
+    assert told == {"acc": True, "parent": True}
+
+
+def test_names_and_units_are_compared_with_math_verify_too(grading):
+    told = grading("""
+pairs = [("y=1+0", "x=1"), ("x=1+0", "x=1"), ("1+0", "x=1")]
+told(accs=[verified(*pair)["acc"] for pair in pairs])
+""")
+    assert told == {"accs": [False, True, True]}
+
+
+def test_without_a_verdict_of_math_verify_the_rule_decides_on_request(grading):
+    told = grading("""
+found = []
+for setting in ("none", "rule"):
+    asked = scores.compute_score_fapo("x", "\\\\boxed{di}", "1", verifier="math_verify", on_no_verdict=setting)
+    result = asyncio.run(asked)
+    found.append([result["score"], result["acc"], result["pred"]])
+told(found=found)
+""")
+    assert told == {"found": [[None, None, "di"], [-1.0, False, "di"]]}
+
+
+def test_workers_of_a_pool_grade(grading):
+    told = grading("""
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    told(accs=[result["acc"] for result in pool.map(verified, ["1+0", "2", "di", "1+0"])])
+""")
+    assert told == {"accs": [True, False, None, True]}
 
 
 def test_a_fork_of_a_process_that_has_graded_has_graders_of_its_own(grading):
@@ -1806,6 +1880,7 @@ with concurrent.futures.ProcessPoolExecutor(4, multiprocessing.get_context("fork
 def test_a_fork_while_all_graders_are_busy_grades_all_the_same(grading):
     told = grading("""
 import multiprocessing, threading, time
+scores.GRADE_TIMEOUT_S = 2
 for _ in range(4):
     threading.Thread(target=verified, args=["ha"]).start()
 while len(children()) < 4:
