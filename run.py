@@ -197,9 +197,8 @@ class Run:
         if isinstance(train_files, str):
             train_files = (train_files,)
         self.train_rows = []
-        check_row = reward_loop.row_checker(config.check_rewards())
         for file in train_files:
-            self.train_rows += load_rows(file, self.tokenizer, config, self.started, check_row)
+            self.train_rows += load_rows(file, self.tokenizer, config, self.started)
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
                 f"--lr-warmup-steps {config.lr_warmup_steps}: exceeds --total-steps {config.total_steps}, so "
@@ -211,7 +210,7 @@ class Run:
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
-            rows = load_rows(path, self.tokenizer, config, self.started, check_row)
+            rows = load_rows(path, self.tokenizer, config, self.started)
             n = int(n or config.val_n)
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
@@ -294,12 +293,25 @@ class Run:
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
             raise ValueError(f"--model {folder}: the folder contains no weights; download the model again")
 
+    def check_rows(self):
+        """Raise ValueError if the reward function cannot score a row.
+
+        The constructor does not call this, because tools/plan_run.py scores nothing.
+        """
+        check_row = reward_loop.row_checker(self.config.check_rewards())
+        for row in self.train_rows + [row for row, _ in self.val_rows]:
+            try:
+                check_row(row)
+            except ValueError as error:
+                raise ValueError(f"{row['where']}: {error}") from error
+
     # ---- from start to end
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             self.check_weights()
+            self.check_rows()
             if self.config.dry_run:
                 print(json.dumps(without_secrets(asdict(self.config)), indent=2))
             else:
@@ -569,22 +581,20 @@ def template_options(config, tokenizer, now: datetime | None = None) -> dict:
     return options
 
 
-def load_rows(
-    path: str, tokenizer, config, now: datetime | None = None, check_row=lambda row: None
-) -> list[dict]:
-    """Read and check the rows of a file and add `prompt_ids`. A ValueError names the file and the row."""
+def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list[dict]:
+    """Read the rows of a file and add `prompt_ids` and `where`. A ValueError names the file and the row."""
     options = template_options(config, tokenizer, now)
     rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
     kept = []
     for number, row in enumerate(rows):
+        where = f"{path}, row {number}"
         try:
             row = checked_row(row, is_table=path.endswith(".parquet"))
-            check_row(row)
             ids = prompt_ids_of(row, tokenizer, options)
         except ValueError as error:
-            raise ValueError(f"{path}, row {number}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         if len(ids) <= config.max_prompt_length:
-            kept.append(row | {"prompt_ids": ids})
+            kept.append(row | {"prompt_ids": ids, "where": where})
     if len(kept) < len(rows):
         print(
             f"{path}: dropped {len(rows) - len(kept)} of {len(rows)} rows because their prompts exceed "

@@ -65,12 +65,13 @@ def test_a_row_that_the_reward_function_cannot_score_is_named_before_the_run(tmp
         ("question", {"reward_fn": toy + "baseline"}, ""),
         ("truth", {}, ""),  # The tests' own function has no such attribute.
     ):
-        changes["train_file"] = f"{tmp_path}/{name}.jsonl"
+        changes |= {"train_file": f"{tmp_path}/{name}.jsonl", "dry_run": True}
+        run = prepared(tmp_path, model, tokenizer, **changes)
         if not message:
-            prepared(tmp_path, model, tokenizer, **changes).lock.close()
-            continue
-        with pytest.raises(ValueError, match=f"^{tmp_path}/{name}.jsonl, {message}"):
-            prepared(tmp_path, model, tokenizer, **changes)
+            with run:
+                continue
+        with pytest.raises(ValueError, match=f"^{tmp_path}/{name}.jsonl, {message}"), run:
+            pass
 
 
 def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys):
