@@ -7,7 +7,7 @@ Your own advantage or loss is a function in your own file (--advantage FILE:NAME
 says what it must do, recipes/advantages.py has worked examples, and docs/algorithms.md compares them. FAPO's
 reward (equation 8 of the paper) is computed in compute_score.py.
 
-This file imports nothing from this repository, but reward_worker.py and policy.py to load and check FILE:NAME.
+It imports nothing from this repository but reward_worker.py and policy.py, to load and check FILE:NAME.
 Not covered: value functions (GAE), a KL term inside the reward.
 Tensor names end in their shapes: P prompts, G samples per prompt, B = P * G sequences, T tokens in the
 longest response.

@@ -955,7 +955,7 @@ def _read_reply(reply):
         end = choice.get("finish_reason")
         message = choice["message"]
         if end == "length" and not (message and message.get("content")):
-            message = {"content": None}  # The thought used up all tokens, and some servers leave out the rest.
+            message = {"content": None}  # The thought used all tokens, and some servers leave out the rest.
         text = message["content"] or ""  # null if a reasoning parser found no final answer
         if isinstance(text, list):  # Some servers send the content in parts.
             text = [part.get("text") or "" for part in text]

@@ -8,7 +8,7 @@ ModelServers supervises the servers and the router of one model. A VllmServer is
 ends with this program, even if this program is killed. Servers get GPUs from CUDA_VISIBLE_DEVICES, in order,
 or equal shares of the CPU cores. A server that dies or hangs is removed from the router and restarted after a
 growing delay. The service gives up on a server that dies MAX_DEATHS times in a row before it is ready.
-Servers require a key on every path except /health (KeyGuard). cluster/placement.py runs servers as Ray actors.
+Servers require a key on every path except /health (KeyGuard). cluster/placement.py runs them as Ray actors.
 Needs router.py. Not covered: systems other than Linux, servers that span nodes, other engines.
 """
 

@@ -338,7 +338,7 @@ def missing_rate(counts: Counter) -> float:
 
 
 def stop(run: Run, batch: Batch, split: str, sample: Sample, complaint: str, remedy: str) -> None:
-    """Write the samples of a batch for diagnosis, and raise RuntimeError. `sample` is the first bad sample."""
+    """Write the samples of a batch for diagnosis, and raise RuntimeError. `sample` is the first bad one."""
     run.log.samples(batch.step, split, batch.groups, run.decode)
     raise RuntimeError(
         f"step {batch.step}: {complaint} (--max-no-verdict-rate {run.config.max_no_verdict_rate:g}); "

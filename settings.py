@@ -5,7 +5,7 @@
 
 To add a setting, add a line to PolicyOptions if policy.py or algorithm.py reads it, and to Config otherwise.
 The comment on or above this line is the help text; docs/make_settings.py copies it to docs/settings.md.
-Needs reward_loop.py, reward_worker.py and run_folder.py; genrm_server.py and algorithm.py for the checks of a run.
+Needs reward_loop.py, reward_worker.py and run_folder.py, and genrm_server.py and algorithm.py to check a run.
 """
 
 import inspect

@@ -41,7 +41,7 @@ def advantages_of(*groups, **options):
 
 @contextlib.contextmanager
 def server(answer, get=lambda path: {"data": [{"id": "a-model"}]}):
-    """Serve HTTP on this machine and yield host:port. A POST gets `answer(path, body)` as JSON, a GET `get`."""
+    """Serve HTTP on this machine and yield host:port. POST gets `answer(path, body)` as JSON, GET `get`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

@@ -1,4 +1,4 @@
-"""Stand-ins for the policy, the servers and the rewards of a run, with which the trainer's loop runs unchanged.
+"""Stand-ins for the policy, servers and rewards of a run, with which the trainer's loop runs unchanged.
 
 The loop draws prompts, requests rollouts over HTTP, waits for verdicts and writes its log. A server whose
 responses end when a test decides replaces vLLM, verdicts arrive at once, and an update does nothing.

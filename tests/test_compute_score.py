@@ -339,7 +339,8 @@ def test_a_change_of_meaning_is_wrong_and_a_spelling_right(answer, truth, equal)
 
 NO_ANSWERS = ["", " ", None, [], ["1", "2"], {"answer": "1"}, float("nan")]
 # The same as text: several answers, objects, and lists whose quotes or backslashes are missing.
-NO_ANSWERS += ['["1", "2"]', "[]", "{}", "[null]", "{'a': 1}", '[{"input": "1"}]', "['1' '2']", '["\\frac12"]']
+NO_ANSWERS += ['["1", "2"]', "[]", "{}", "[null]", "{'a': 1}", '[{"input": "1"}]', "['1' '2']"]
+NO_ANSWERS.append('["\\frac12"]')
 NO_ANSWERS += ['{"inputs": ["1\\n"], "outputs": ["2\\n"]}', '{"inputs": ["1\n"]}', '[["1"]]']
 
 
@@ -383,7 +384,9 @@ def test_a_list_of_one_answer_is_this_answer_and_an_interval_stays(truth, answer
     assert f"[Ground Truth]\n\n{answer}\n\n" in judge.requests[0]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("response", [["\\boxed{2}"], [{"role": "assistant", "content": "\\boxed{2}"}], None, 2])
+@pytest.mark.parametrize(
+    "response", [["\\boxed{2}"], [{"role": "assistant", "content": "\\boxed{2}"}], None, 2]
+)
 def test_a_response_that_is_not_a_text_is_an_error_and_not_a_wrong_answer(response):
     """A list of texts contains "\\boxed{" only if one of them equals it, so no answer would ever be found."""
     for name in FUNCTIONS:
@@ -710,7 +713,8 @@ def score_with(
         ({"choices": []}, {"genrm_timeout_s": 0.2}, None, None, "timeout"),
         # The judge's thought used up all tokens.
         ({"choices": [], "usage": {"completion_tokens": 9}}, {}, None, None, "truncated"),
-        ({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}, {}, None, None, "truncated"),
+        ({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}, {}, None, None,
+         "truncated"),
         ({"choices": [{"message": {"reasoning": "hm"}, "finish_reason": "length"}]}, {}, None, None,
          "truncated"),
         ({"choices": [{"message": None, "finish_reason": "length"}]}, {}, None, None, "truncated"),
@@ -958,11 +962,12 @@ def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, 
 def test_fapo_says_what_is_missing():
     with pytest.raises(ValueError, match="reward_router_address: no judge is running"):
         asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))
-    for question in ({}, {"question": ""}, {"question": " \n"}, {"question": float("nan")}, {"question": ["?"]}):
+    questions = ("", " \n", float("nan"), ["?"])
+    for question in ({}, *({"question": value} for value in questions)):
         judge = Judge("\\boxed{-1}")
         row = {"data_source": "x", "reward_model": {"ground_truth": "1"}, "extra_info": question}
         has_judge = {"reward_router_address": "h:1"}
-        with pytest.raises(ValueError, match="extra_info.'question'. is .*the judge needs the problem's text"):
+        with pytest.raises(ValueError, match="extra_info.'question'. is .*the judge needs the problem"):
             score_with(judge, extra_info=question)
         assert not judge.requests
         with pytest.raises(ValueError, match="extra_info.'question'. is"):
@@ -1849,7 +1854,8 @@ def test_without_a_verdict_of_math_verify_the_rule_decides_on_request(grading):
     told = grading("""
 found = []
 for setting in ("none", "rule"):
-    asked = scores.compute_score_fapo("x", "\\\\boxed{di}", "1", verifier="math_verify", on_no_verdict=setting)
+    options = dict(verifier="math_verify", on_no_verdict=setting)
+    asked = scores.compute_score_fapo("x", "\\\\boxed{di}", "1", **options)
     result = asyncio.run(asked)
     found.append([result["score"], result["acc"], result["pred"]])
 told(found=found)

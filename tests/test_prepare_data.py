@@ -443,7 +443,8 @@ def test_a_truth_that_is_not_one_answer_is_named(tmp_path, columns, message):
 
 
 def test_rows_whose_answer_says_that_there_is_none_are_left_out(tmp_path, capsys):
-    words = ["proof", "Proof.", "notfound", "not found", "N/A", "n/a", "\\text{None}", "no_answer_extracted", "?"]
+    words = ["proof", "Proof.", "notfound", "not found", "N/A", "n/a", "\\text{None}", "?"]
+    words.append("no_answer_extracted")
     answers = ["2", *words, "\\text{no solution}", "-1", "Na"]
     write_jsonl(tmp_path / "math-dapo.jsonl", [{"problem": "1+1?", "answer": answer} for answer in answers])
     prepare(Config(tasks=["dapo"], source_dir=tmp_path, out_dir=tmp_path / "out"))

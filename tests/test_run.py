@@ -51,7 +51,8 @@ def test_rows_of_several_training_files_follow_each_other(tmp_path, model, token
 
 def test_a_row_that_the_reward_function_cannot_score_is_named_before_the_run(tmp_path, model, tokenizer):
     """A function checks rows with its attribute `check_row`. Only a judge needs the text of the problem."""
-    row = toy_world.policy_row(toy_world.random_problem(random.Random(1), toy_world.REMAINDER), "toy", "train", 0)
+    problem = toy_world.random_problem(random.Random(1), toy_world.REMAINDER)
+    row = toy_world.policy_row(problem, "toy", "train", 0)
     truth = row | {"reward_model": {"ground_truth": '["1", "2"]'}}
     question = row | {"extra_info": row["extra_info"] | {"question": ""}}
     for name, bad in (("truth", truth), ("question", question)):

@@ -228,7 +228,7 @@ def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time
     assert short == "step 100/200  reward 0.5  90 s  2.5 h left"
     assert len(long) > 1 and max(map(len, long)) <= 120
     assert "  style 0.25  " in " ".join(long) and long[-1].endswith("30 s  50 min left")
-    for step, seconds in ((102, 30.0), (103, 900.0), (104, 4.0)):  # The first step, of 90 s, no longer counts.
+    for step, seconds in ((102, 30.0), (103, 900.0), (104, 4.0)):  # The step of 90 s no longer counts.
         log.metrics({"step": step, "reward/mean": 0.5, "time/step": seconds})
     assert capsys.readouterr().out.endswith(" 4 s  48 min left\n")  # 96 steps of 30 s, the median
 

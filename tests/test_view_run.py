@@ -620,7 +620,8 @@ def test_settings_that_all_runs_share_are_said_once(tmp_path):
     said = re.findall("<p[^>]*>(.*?)</p>", part(dom(view_run.write_page([tmp_path])), "settings"))
     assert [re.sub("<.*?>", "", text) for text in said] == [
         "all runs · model m · reward compute_score.py:compute_score_fapo · λ 1 · seed 1",
-        "lora · LoRA rank 8 · advantage recipes/advantages.py:terms {"weights": {"acc": 1}} · own_flag 0.5 · overlap true",
+        'lora · LoRA rank 8 · advantage recipes/advantages.py:terms {"weights": {"acc": 1}} · own_flag 0.5 · '
+        "overlap true",
         "plain · advantage grpo · own_flag not set · overlap false",
     ]
     settings["reward_kwargs"] = '{"penalty": null}'

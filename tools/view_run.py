@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
