@@ -77,18 +77,18 @@ def test_papo_judges_the_reasoning_of_right_answers_alone():
         group = group_of(RIGHT, RIGHT | {"flawed_positive": True}, WRONG | {"flawed_positive": flawed})
         spread = math.sqrt(4 / 3)  # sample std of 1, 1, -1
         expected = [2 / 3 / spread + HALF, 2 / 3 / spread - HALF, -4 / 3 / spread]
-        assert advantages(group, advantage="papo") == pytest.approx(expected, rel=1e-5)
+        assert advantages(group, **worked("papo")) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        dict(advantage="papo"),
-        dict(advantage="vppo"),
-        dict(advantage="steps"),
-        dict(advantage="terms", reward_terms=("acc=1",)),
+        worked("papo"),
+        worked("vppo"),
+        worked("steps"),
+        terms(acc=1),
     ],
-    ids=lambda options: options["advantage"],
+    ids=lambda options: options["advantage"].rpartition(":")[2],
 )
 def test_what_is_said_of_a_sample_without_a_verdict_counts_in_no_mean(options):
     """The reward function may return all other keys although it has no score."""
@@ -99,7 +99,7 @@ def test_what_is_said_of_a_sample_without_a_verdict_counts_in_no_mean(options):
 
 def test_a_step_score_ends_with_its_paragraph():
     group = [sample_of(RIGHT, "a\n\nb"), sample_of(WRONG, "a\n\nb")]
-    set_advantages([group], config_of(advantage="steps"), decode)
+    set_advantages([group], config_of(**worked("steps")), decode)
     assert group[0].token_advantages == pytest.approx([2 * HALF] * 3 + [HALF], rel=1e-5)
     assert group[1].token_advantages == pytest.approx([-2 * HALF] * 3 + [-HALF], rel=1e-5)
 

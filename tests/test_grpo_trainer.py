@@ -778,7 +778,7 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
             "the length penalty is missing from weights; add overlong_penalty with the weight 1, or",
         ),
         (worked("spare_good_prefix", advantage="rloo"), "advantage 'rloo' is unknown; use one of grpo"),
-        (worked("vpo"), "advantages.py has no function 'vpo'"),
+        (worked("vpo"), "advantages.py has no function vpo; it defines papo, vppo"),
         (dict(advantage="papo"), "--advantage papo: must be grpo, dr_grpo or FILE.py:NAME"),
         (dict(loss="dapo"), "--loss dapo: must be clip, gspo, cispo or FILE.py:NAME"),
         (dict(loss="gspo", clip_c=5.0), "gspo_loss() got an unexpected keyword argument 'clip_c'"),
