@@ -30,21 +30,21 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from settings import Config, parse_command_line
+from command_line import named, one_line_errors, parse_command_line
+from settings import Config
 
 # Parse the command line before importing torch and transformers, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = parse_command_line(description=__doc__.partition("Read `train` first")[0])
+    CONFIG = parse_command_line(Config, description=__doc__.partition("Read `train` first")[0])
 
 import huggingface_hub
 from tqdm import tqdm
 
-import reward_loop
 from algorithm import set_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import batch_metrics, one_line_errors, validation_metrics, verdict_counts
+from run_folder import batch_metrics, validation_metrics, verdict_counts
 
 # With fewer samples that need a verdict, one lost verdict says little about the judge.
 MIN_VERDICTS = 20
@@ -376,7 +376,7 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
 
 def main(config: Config) -> None:
     with one_line_errors():
-        models = [config.model, *reward_loop.named("genrm", config.genrm).values()]
+        models = [config.model, *named("genrm", config.genrm).values()]
         if all(Path(name).is_dir() for name in models):  # Local models need no hub.
             os.environ["HF_HUB_OFFLINE"] = "1"  # Child processes read this variable.
             huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -20,8 +20,8 @@ call in progress, which returns new results. Ray restarts workers that die, and 
 do not respond. A lost call is repeated (in a separate process after two losses); it fails after six losses.
 The function's folder must have the same path on all nodes. Not covered: one limit for several drivers,
 cancelling a sample that a worker already has, grading in a container (grading has your permissions).
-Needs reward_worker.py; also genrm_server.py and cluster/ to start reward models, genrm_server.py to tell the
-models in local folders apart, and compute_score.py for the default reward function.
+Needs reward_worker.py and command_line.py; also genrm_server.py and cluster/ to start reward models,
+genrm_server.py to tell the models in local folders apart, and compute_score.py for the default function.
 """
 
 import asyncio
@@ -40,7 +40,6 @@ import os
 import pickle
 import random
 import re
-import shlex
 import sys
 import threading
 import time
@@ -51,6 +50,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 import reward_worker
+from command_line import json_object, named, split_arguments
 from reward_worker import (HERE, ISOLATE_AFTER, START_S, Job, error_line, failure, file_and_name,
                            fingerprints, flag, load_function, modules_of_the_user)  # fmt: skip
 
@@ -186,39 +186,6 @@ class RewardOptions:
                 flag_prefix="genrm-",
             )
         return configs
-
-
-def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
-    """Split NAME=VALUE; the default name is "genrm": ("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}."""
-    found = {}
-    for value in values:
-        name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
-        if name in found:
-            raise ValueError(f"{flag(field)} {value}: another model has the same name; pass NEW_NAME={text}")
-        found[name] = text
-    return found
-
-
-def split_arguments(field: str, text: str) -> tuple[str, ...]:
-    """Split a string as a shell does. Raise ValueError if a quote is not closed."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ValueError(f"{flag(field)} {text!r}: cannot be split into arguments ({error}); check the "
-                         "quotes") from None  # fmt: skip
-
-
-def json_object(field: str, text: str) -> dict:
-    """Parse a JSON object. Raise ValueError if the text is anything else."""
-    try:
-        found = dict(**json.loads(text))  # Without **, a list of pairs would be accepted.
-    except (TypeError, ValueError):
-        raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
-    try:
-        json.dumps(found, allow_nan=False)
-    except ValueError:  # Python accepts NaN, Infinity and 1e999, but other JSON parsers do not.
-        raise ValueError(f"{flag(field)} {text!r}: all numbers must be finite") from None
-    return found
 
 
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:

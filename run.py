@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 import reward_loop
 import reward_worker
 from algorithm import length_penalty_of
+from command_line import json_object, named
 from causal_lm import check_reading, load_tokenizer, read_config, rotary_embeddings
 from policy import Policy, RanksLost
 from prepare_data import read_rows
@@ -242,12 +243,12 @@ class Run:
         if not config.rollout_fn:
             return
         function = reward_worker.load_in_this_process("rollout_fn", config.rollout_fn)
-        settings = reward_loop.json_object("rollout_kwargs", config.rollout_kwargs)
+        settings = json_object("rollout_kwargs", config.rollout_kwargs)
         options = template_options(config, self.tokenizer, self.started)
-        models = reward_loop.named("router_address", config.router_address)
+        models = named("router_address", config.router_address)
         if not models and config.reward_mode == "standalone":  # Colocated judges may be asleep.
             # The addresses are not known before start_rewards, which calls offer_models.
-            models = dict.fromkeys(reward_loop.named("genrm", config.genrm), "")
+            models = dict.fromkeys(named("genrm", config.genrm), "")
         try:
             self.rollouts = Rollouts(
                 function,
@@ -575,7 +576,7 @@ class Run:
 
 def template_options(config, tokenizer, now: datetime | None = None) -> dict:
     """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
-    options = reward_loop.json_object("chat_template_kwargs", config.chat_template_kwargs)
+    options = json_object("chat_template_kwargs", config.chat_template_kwargs)
     if now and "strftime_now" in str(tokenizer.chat_template):
         options = {"strftime_now": now.strftime} | options
     return options

@@ -2,8 +2,7 @@
 
 In this file, `config` is the trainer's configuration, and a group is a list of policy.Sample objects with the
 `result` from reward_loop.py. To add a metric, add a line to `reward_metrics` (training) or `source_metrics`
-(evaluation). Numbers that the reward function returns are averaged automatically. For all scripts that import
-this file, `command_line` parses flags, and `one_line_errors` turns errors into messages and exit codes.
+(evaluation). Numbers that the reward function returns are averaged automatically.
 
 This file imports nothing from this repository except algorithm.py, for the advantages of paragraphs. Not
 covered: object stores, histograms, error bars. tools/view_run.py shows more details and compares runs.
@@ -18,7 +17,6 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +28,6 @@ from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
 
-import tyro
 
 ON_SCREEN = {  # The terminal shows these metrics with these labels.
     "reward/mean": "reward",
@@ -716,41 +713,3 @@ def no_verdict_rate(results, at_least: int = 1) -> float:
     """
     counts = verdict_counts(results)
     return counts["missing"] / max(counts["needed"], at_least)
-
-
-# ---- the end of a script
-
-
-def command_line(config, description: str = "", args: list[str] | None = None, markers=()):
-    """Parse this script's command line with tyro. --help shows the command as the documentation writes it.
-
-    Args:
-        config: A dataclass, or a function to call with the settings.
-        description: The text that --help shows above the settings.
-        args: The arguments; by default, those of this process.
-        markers: tyro's options.
-    """
-    script = Path(sys.argv[0]).resolve()
-    prog = f"python {os.path.relpath(script)}"
-    if (script.parent / "__init__.py").is_file():
-        prog = f"python -m {script.parent.name}.{script.stem}"
-    if {"-h", "--help"} & set(sys.argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
-    return tyro.cli(config, prog=prog, description=description, args=args, config=markers)
-
-
-@contextlib.contextmanager
-def one_line_errors(if_interrupted: str = ""):
-    """End the script with a one-line message and an exit code if this context fails or is interrupted.
-
-    The code is 2 if the input is invalid or the machine has failed, 1 if the run had to stop, and 130 after
-    Ctrl-C, for which the message is `if_interrupted`.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.stderr.write(if_interrupted)
-        raise SystemExit(130) from None
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error

@@ -6,7 +6,7 @@ The rows have the schema of prepare_data.py and a column `response`. Each result
 OUT.partial.jsonl immediately. If the run is killed, or stopped by --max-no-verdict-rate, --resume keeps the
 results that have a score.
 
-Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py, run_folder.py and settings.py.
+Needs prepare_data.py, compute_score.py, reward_loop.py, reward_worker.py, command_line.py and run_folder.py.
 Not covered: files larger than memory (a row takes about 5 KB), length penalties.
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet as pq
 
+from command_line import one_line_errors, parse_command_line
 from prepare_data import read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
-from run_folder import averages, no_verdict_rate, one_line_errors, read_lines
-from settings import parse_command_line
+from run_folder import averages, no_verdict_rate, read_lines
 
 COLUMNS = {
     "reward_score": pyarrow.float64(),  # Without a type, a column with only None would get the type null.

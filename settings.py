@@ -1,26 +1,21 @@
-"""The settings of a training run, and its command line. This file imports no torch, so --help is quick.
+"""The settings of a training run. This file imports no torch, so --help is quick.
 
-    config = parse_command_line("What the command does.")
+    config = command_line.parse_command_line(Config)
     config = Config(model="PATH", train_file="FILE", out_dir="outputs/first", total_steps=20)
 
 To add a setting, add a line to PolicyOptions if policy.py or algorithm.py reads it, and to Config otherwise.
 The comment on or above this line is the help text; docs/make_settings.py copies it to docs/settings.md.
-Needs reward_loop.py, reward_worker.py and run_folder.py, and genrm_server.py and algorithm.py to check a run.
+Needs reward_loop.py, reward_worker.py and command_line.py; genrm_server.py and algorithm.py to check a run.
 """
 
-import inspect
 import os
-import re
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
-
-import tyro
+from typing import Literal
 
 import reward_loop
-from run_folder import command_line
+from command_line import json_object, split_arguments
 
 
 @dataclass(kw_only=True)
@@ -204,7 +199,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.wandb:
             check_wandb()
         for name in ("advantage_kwargs", "loss_kwargs"):
-            reward_loop.json_object(name, getattr(self, name))
+            json_object(name, getattr(self, name))
         from algorithm import check_functions, length_penalty_of  # here, because it imports torch
 
         check_functions(self)
@@ -233,7 +228,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             seed=self.seed % 2**31,
             queue_timeout=900,
             log_dir=Path(self.out_dir, "rollout_logs"),
-            vllm_args=reward_loop.split_arguments("rollout_vllm_args", self.rollout_vllm_args),
+            vllm_args=split_arguments("rollout_vllm_args", self.rollout_vllm_args),
             flag_prefix="rollout-",
         )
 
@@ -266,87 +261,3 @@ def check_wandb() -> None:
     except wandb.Error as error:
         raise ValueError(f"--wandb: {error} Run wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline to "
                          "send the metrics later with wandb sync") from error  # fmt: skip
-
-
-# ---- the command line
-
-# The groups of --help. A name that ends in _ stands for all settings that begin with it.
-GROUPS = {
-    "data": "val_file chat_template_kwargs max_prompt_length seed",
-    "rewards": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
-        http_retries max_no_verdict_rate""",
-    "judge": "genrm genrm_ router_address reward_model_",
-    "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
-    "algorithm": """advantage advantage_kwargs loss loss_kwargs clip_ tis_cap kl_coef entropy_coef overlong_
-        dynamic_sampling max_refills max_idle_steps""",
-    "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
-        max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",
-    "model": "max_positions trust_remote_code lora_",
-    "evaluation": "val_",
-    "checkpoints": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
-    "hardware": "device policy_ max_restarts num_threads",
-}
-
-
-def place_of(setting: Field) -> tuple[str, int]:
-    """Return the group of a setting in --help, and its position in the group."""
-    if setting.default is MISSING:
-        return "required", 0
-    for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
-        for group, names in GROUPS.items():
-            # The whole name comes first: val_file belongs to "data", all other val_ settings to "evaluation".
-            if prefix in names.split():
-                return group, names.split().index(prefix)
-    return "other", 0
-
-
-def grouped(config: type) -> dict[str, list[Field]]:
-    """Sort the settings into the groups of --help."""
-    groups = {group: [] for group in ("required", *GROUPS, "other")}
-    for setting in sorted(fields(config), key=lambda one: place_of(one)[1]):
-        groups[place_of(setting)[0]].append(setting)
-    return groups
-
-
-def help_texts(config: type) -> dict[str, str]:
-    """Read each setting's help text: the comment at the end of its line, or else the comments above it."""
-    texts = {}
-    for kind in reversed(config.__mro__[:-1]):
-        above = []
-        for line in inspect.getsource(kind).splitlines():
-            code, _, comment = line.partition("# ")
-            setting = re.match(r"    (\w+): ", code)
-            if setting:
-                texts[setting[1]] = comment or " ".join(above)
-            if code.strip() or not comment:
-                above = []
-            else:
-                above.append(comment)
-    return texts
-
-
-def parse_command_line(config: type = Config, args: list[str] | None = None, description: str = ""):
-    """Parse the command line. --help shows the settings in groups, the required ones first.
-
-    Args:
-        config: Config, or another dataclass whose comments are the help texts of its settings.
-        args: The arguments; by default, those of this process.
-        description: The text that --help shows above the settings.
-    """
-    hints = get_type_hints(config, include_extras=True)
-    texts = help_texts(config)
-    boxes = []
-    for group, settings in grouped(config).items():
-        box = []
-        for setting in settings:
-            hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
-            box.append((setting.name, hint, field(default=setting.default)))
-        if box:
-            boxes.append((group, make_dataclass(group, box, kw_only=True)))
-    everything = make_dataclass("Everything", boxes)
-    without = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # no --data.seed, no {None}|STR
-    parsed = command_line(everything, description, args, without)
-    values = {}
-    for box in vars(parsed).values():
-        values |= vars(box)
-    return config(**values)

@@ -119,7 +119,7 @@ def run_ours(job: dict, events: Events) -> None:
         --mini-batch-size {job["prompts"]} --group-size {job["group"]} --max-response-length {job["length"]}
         --overlong-buffer 0 --lr {job["lr"]} --lr-warmup-steps {WARMUP_STEPS} --val-every {job["val_every"]}
         --val-temperature 0 --save-every 0 --num-threads {job["threads"]} --num-workers 1""".split()
-    grpo_trainer.main(grpo_trainer.parse_command_line())
+    grpo_trainer.main(grpo_trainer.parse_command_line(grpo_trainer.Config))
 
 
 # ---- TRL's side

@@ -2,7 +2,7 @@
 
     python docs/make_settings.py
 
-As for `--help`, the help texts and the groups come from settings.py.
+As for `--help`, command_line.py reads the comments and sorts settings into groups.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+import command_line
 import reward_loop
 import settings
 
@@ -63,7 +64,7 @@ def choices_of(hint) -> str:
 
 
 def table(config: type, fields: list) -> str:
-    texts, hints = settings.help_texts(config), typing.get_type_hints(config, include_extras=True)
+    texts, hints = command_line.help_texts(config), typing.get_type_hints(config, include_extras=True)
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for field in fields:
         if "Suppress" in repr(hints[field.name]):  # This field is not a command-line flag.
@@ -83,7 +84,7 @@ def page() -> str:
     """Return the text of docs/settings.md."""
     trainer = settings.Config
     parts = [HEAD, "## The trainer (`grpo_trainer.py`)\n"]
-    for group, fields in settings.grouped(trainer).items():
+    for group, fields in command_line.grouped(trainer).items():
         if fields:
             parts.append(f"### {group.capitalize()}\n\n{table(trainer, fields)}\n")
     for script, about in OTHERS.items():

@@ -34,7 +34,7 @@ from toy import toy_world, warm_start
 from played import lines_of, server
 from policy import Policy, Sample
 from run import Interrupts, Run
-from settings import GROUPS, help_texts
+from command_line import GROUPS, help_texts
 from tools.plan_run import estimate_memory, report
 from tiny import config_of, terms, worked
 
@@ -524,7 +524,7 @@ def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
 def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")  # a wider terminal would get several columns
     with pytest.raises(SystemExit):
-        grpo_trainer.parse_command_line(args=["--help"])
+        grpo_trainer.parse_command_line(grpo_trainer.Config, args=["--help"])
     said = capsys.readouterr().out.partition("show this help message")[2]  # without the example in the header
     settings = dataclasses.fields(grpo_trainer.Config)
     shown = []
@@ -544,7 +544,7 @@ def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(mo
 def test_the_command_line_in_groups_gives_the_configuration():
     needed = ["--model", "m", "--train-file", "a", "b", "--out-dir", "o"]
     flags = ["--num-reward-workers", "3", "--val-greedy", "--lora-targets", "q_proj", "v_proj"]
-    config = grpo_trainer.parse_command_line(args=[*needed, *flags])
+    config = grpo_trainer.parse_command_line(grpo_trainer.Config, args=[*needed, *flags])
     expected = grpo_trainer.Config(
         model="m", train_file=("a", "b"), out_dir="o", num_workers=3, val_greedy=True,
         lora_targets=("q_proj", "v_proj"))  # fmt: skip
@@ -889,7 +889,7 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
         monkeypatch.setattr(
             sys, "argv", ["grpo_trainer.py", "--model", model, "--train-file", "t", "--out-dir", "o"]
         )
-        grpo_trainer.main(grpo_trainer.parse_command_line())
+        grpo_trainer.main(grpo_trainer.parse_command_line(grpo_trainer.Config))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert seen == [True, False]

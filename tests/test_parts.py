@@ -308,6 +308,27 @@ print(len(learning), all(".q_proj.lora_" in name for name in learning), same)
     assert run("-c", code) == "8 True True\n"
 
 
+def test_command_line_with_reward_worker(alone):
+    """The comments of any dataclass are help texts."""
+    folder = alone("command_line.py", "reward_worker.py")
+    code = """
+from dataclasses import dataclass
+from command_line import json_object, one_line_errors, parse_command_line
+
+@dataclass
+class Config:
+    steps: int = 3  # How many steps to take.
+    more: str = "{}"  # Further settings, as a JSON object.
+
+config = parse_command_line(Config, description="Take steps.")
+with one_line_errors():
+    print(config.steps, json_object("more", config.more))
+"""
+    (folder / "mine.py").write_text(code)
+    assert run("mine.py", "--steps", "4", "--more", '{"a": 1}') == "4 {'a': 1}\n"
+    assert "How many steps to take." in run("mine.py", "--help")
+
+
 def test_run_folder_alone(alone):
     folder = alone("run_folder.py")
     code = """

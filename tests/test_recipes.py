@@ -25,7 +25,7 @@ from transformers import AutoConfig, Qwen2Config, Qwen3Config
 from algorithm import loss_function
 from cluster.placement import layout, process_specs
 from genrm_server import gpus_of_server
-from settings import parse_command_line
+from command_line import parse_command_line
 from tools import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent

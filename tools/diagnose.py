@@ -9,7 +9,8 @@ missing number does not hold. To add a rule, add a row. docs/troubleshooting.md 
 
 The bounds are chosen so that no run in docs/evidence/runs.jsonl and tests/data/good_runs.json that learns
 from rewards has a finding. (Distillation has no rewards, so it has `no-learning-signal`.) Not covered: faults
-that can be seen only by comparison with another run or with a new metric. Needs run_folder.py.
+that can be seen only by comparison with another run or with a new metric.
+Needs command_line.py and run_folder.py.
 """
 
 import sys
@@ -23,7 +24,8 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import command_line, one_line_errors, read_lines
+from command_line import cli, one_line_errors
+from run_folder import read_lines
 
 RECENT = 10  # number of steps whose samples a finding uses
 SIGNS = {"<": lt, ">": gt}
@@ -276,4 +278,4 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
 
 
 if __name__ == "__main__":
-    command_line(main, markers=[tyro.conf.PositionalMetavarFromFieldName])
+    cli(main, markers=[tyro.conf.PositionalMetavarFromFieldName])

@@ -36,10 +36,10 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
+from command_line import cli, json_object, one_line_errors
 from prepare_data import read_rows, validate_row
-from reward_loop import RewardOptions, json_object, listed_models, served_models
+from reward_loop import RewardOptions, listed_models, served_models
 from reward_worker import fingerprints, flag
-from run_folder import command_line, one_line_errors
 from score_file import score_the_rest, scored_before
 
 
@@ -277,7 +277,7 @@ def names_of(row: dict, n: int) -> list[str]:
 
 
 def main() -> None:
-    config = command_line(Config, __doc__, markers=[tyro.conf.DisallowNone])
+    config = cli(Config, __doc__, markers=[tyro.conf.DisallowNone])
     with one_line_errors("interrupted; run the same command again to resume\n"):
         config.check()
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)

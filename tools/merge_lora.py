@@ -6,7 +6,7 @@ OUT is a Hugging Face folder with the data type of the base model. CHECKPOINT/ad
 base model; pass --model if it has moved. Merging needs 4 bytes of memory per weight. A LoRA run merges its
 last checkpoint automatically.
 
-Needs run_folder.py and causal_lm.py.
+Needs command_line.py, run_folder.py and causal_lm.py.
 """
 
 import json
@@ -17,7 +17,8 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import add_end_tokens, command_line, one_line_errors
+from command_line import cli, one_line_errors
+from run_folder import add_end_tokens
 
 
 @dataclass
@@ -66,7 +67,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
 
 def main() -> None:
     about = __doc__.partition("Needs ")[0]
-    config = command_line(Config, about, markers=[tyro.conf.PositionalMetavarFromFieldName])
+    config = cli(Config, about, markers=[tyro.conf.PositionalMetavarFromFieldName])
     with one_line_errors():
         merge(**vars(config))
 

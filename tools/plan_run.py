@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import settings
+from command_line import one_line_errors, parse_command_line
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Config(settings.Config):
 
 # Parse the command line before the imports of torch and transformers, which take four seconds.
 if __name__ == "__main__":
-    CONFIG = settings.parse_command_line(Config, description=__doc__)
+    CONFIG = parse_command_line(Config, description=__doc__)
 
 import ray
 import torch
@@ -51,7 +52,6 @@ from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
 from cluster.placement import ProcessSpec, Reservation, layout, process_specs
 from policy import TOKENS_PER_PASS
 from run import Run
-from run_folder import one_line_errors
 
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by default
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs

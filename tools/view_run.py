@@ -6,8 +6,8 @@
 Pass the output directory of a run (--out-dir of grpo_trainer.py), or a directory that contains runs. Runs may
 still be in progress.
 
-Needs tools/page/, diagnose.py, run_folder.py, and toy/toy_world.py (with compute_score.py) for the oracle of
-the toy world. Not covered: statistical tests between runs; messages of a prompt before the last one.
+Needs tools/page/, diagnose.py, command_line.py, run_folder.py, and toy/toy_world.py (with compute_score.py)
+for the oracle of the toy world. Not covered: statistical tests between runs; messages of a prompt before the last one.
 
 This script selects the data, and tools/page/ displays it: page.html, page.css and four scripts in plain
 JavaScript are embedded in the page together with the data. The page loads nothing else. Its address contains
@@ -29,7 +29,8 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import command_line, one_line_errors, read_lines, without_secrets
+from command_line import cli, one_line_errors
+from run_folder import read_lines, without_secrets
 from tools.diagnose import audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
@@ -259,7 +260,7 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
 
 
 def main() -> None:
-    config = command_line(Config, __doc__.partition("Needs ")[0], markers=[tyro.conf.DisallowNone])
+    config = cli(Config, __doc__.partition("Needs ")[0], markers=[tyro.conf.DisallowNone])
     with one_line_errors():
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:

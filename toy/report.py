@@ -16,7 +16,8 @@ from statistics import median
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import command_line, has_evaluation, one_line_errors, read_lines
+from command_line import cli, one_line_errors
+from run_folder import has_evaluation, read_lines
 
 RUNS = {"outcome reward only": "baseline", "FAPO": "fapo"}
 COLUMNS = {
@@ -128,7 +129,7 @@ def report(runs: Path, so_far: bool = False) -> str:
 
 
 def main() -> None:
-    config = command_line(Config, __doc__.partition("docs/make_evidence.py")[0])
+    config = cli(Config, __doc__.partition("docs/make_evidence.py")[0])
     with one_line_errors():
         if (config.runs[0] / "metrics.jsonl").is_file():
             runs = {str(run): read_metrics(run, config.so_far) for run in config.runs}

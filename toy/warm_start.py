@@ -26,7 +26,7 @@ from random import Random
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_folder import command_line
+from command_line import cli
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Config:
 
 # The command line is parsed before torch and transformers are imported, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = command_line(Config, __doc__.partition("Not covered")[0])
+    CONFIG = cli(Config, __doc__.partition("Not covered")[0])
 
 import pyarrow as pa
 import pyarrow.parquet as pq

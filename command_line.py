@@ -1,0 +1,184 @@
+"""What the command line of every script needs: flags with help texts, JSON options, one-line errors.
+
+    config = parse_command_line(Config)       # a dataclass whose comments are the help texts, in groups
+    config = cli(Config, "What it does.")     # any dataclass or function, as tyro shows it
+    with one_line_errors():
+        main(config)
+
+Needs reward_worker.py. Not covered: files of settings, environment variables.
+"""
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import tyro
+
+from reward_worker import flag
+
+# The groups of --help. A name that ends in _ stands for all settings that begin with it.
+GROUPS = {
+    "data": "val_file chat_template_kwargs max_prompt_length seed",
+    "rewards": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
+        http_retries max_no_verdict_rate""",
+    "judge": "genrm genrm_ router_address reward_model_",
+    "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
+    "algorithm": """advantage advantage_kwargs loss loss_kwargs clip_ tis_cap kl_coef entropy_coef overlong_
+        dynamic_sampling max_refills max_idle_steps""",
+    "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
+        max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",
+    "model": "max_positions trust_remote_code lora_",
+    "evaluation": "val_",
+    "checkpoints": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
+    "hardware": "device policy_ max_restarts num_threads",
+}
+
+
+# ---- parsing
+
+
+def cli(config, description: str = "", args: list[str] | None = None, markers=()):
+    """Parse this script's command line with tyro. --help shows the command as the documentation writes it.
+
+    Args:
+        config: A dataclass, or a function to call with the settings.
+        description: The text that --help shows above the settings.
+        args: The arguments; by default, those of this process.
+        markers: tyro's options.
+    """
+    script = Path(sys.argv[0]).resolve()
+    prog = f"python {os.path.relpath(script)}"
+    if (script.parent / "__init__.py").is_file():
+        prog = f"python -m {script.parent.name}.{script.stem}"
+    if {"-h", "--help"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
+    return tyro.cli(config, prog=prog, description=description, args=args, config=markers)
+
+
+def place_of(setting: Field) -> tuple[str, int]:
+    """Return the group of a setting in --help, and its position in the group."""
+    if setting.default is MISSING:
+        return "required", 0
+    for prefix in (setting.name, *accumulate(f"{part}_" for part in setting.name.split("_"))):
+        for group, names in GROUPS.items():
+            # The whole name comes first: val_file belongs to "data", all other val_ settings to "evaluation".
+            if prefix in names.split():
+                return group, names.split().index(prefix)
+    return "other", 0
+
+
+def grouped(config: type) -> dict[str, list[Field]]:
+    """Sort the settings into the groups of --help."""
+    groups = {group: [] for group in ("required", *GROUPS, "other")}
+    for setting in sorted(fields(config), key=lambda one: place_of(one)[1]):
+        groups[place_of(setting)[0]].append(setting)
+    return groups
+
+
+def help_texts(config: type) -> dict[str, str]:
+    """Read each setting's help text: the comment at the end of its line, or else the comments above it."""
+    texts = {}
+    for kind in reversed(config.__mro__[:-1]):
+        above = []
+        for line in inspect.getsource(kind).splitlines():
+            code, _, comment = line.partition("# ")
+            setting = re.match(r"    (\w+): ", code)
+            if setting:
+                texts[setting[1]] = comment or " ".join(above)
+            if code.strip() or not comment:
+                above = []
+            else:
+                above.append(comment)
+    return texts
+
+
+def parse_command_line(config: type, args: list[str] | None = None, description: str = ""):
+    """Parse the command line. --help shows the settings in groups, the required ones first.
+
+    Args:
+        config: A dataclass whose comments are the help texts of its settings.
+        args: The arguments; by default, those of this process.
+        description: The text that --help shows above the settings.
+    """
+    hints = get_type_hints(config, include_extras=True)
+    texts = help_texts(config)
+    boxes = []
+    for group, settings in grouped(config).items():
+        box = []
+        for setting in settings:
+            hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
+            box.append((setting.name, hint, field(default=setting.default)))
+        if box:
+            boxes.append((group, make_dataclass(group, box, kw_only=True)))
+    everything = make_dataclass("Everything", boxes)
+    without = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # no --data.seed, no {None}|STR
+    parsed = cli(everything, description, args, without)
+    values = {}
+    for box in vars(parsed).values():
+        values |= vars(box)
+    return config(**values)
+
+
+# ---- values of options
+
+
+def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
+    """Split NAME=VALUE; the default name is "genrm": ("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}."""
+    found = {}
+    for value in values:
+        name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
+        if name in found:
+            raise ValueError(f"{flag(field)} {value}: another model has the same name; pass NEW_NAME={text}")
+        found[name] = text
+    return found
+
+
+def split_arguments(field: str, text: str) -> tuple[str, ...]:
+    """Split a string as a shell does. Raise ValueError if a quote is not closed."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"{flag(field)} {text!r}: cannot be split into arguments ({error}); check the "
+                         "quotes") from None  # fmt: skip
+
+
+def json_object(field: str, text: str) -> dict:
+    """Parse a JSON object. Raise ValueError if the text is anything else."""
+    try:
+        found = dict(**json.loads(text))  # Without **, a list of pairs would be accepted.
+    except (TypeError, ValueError):
+        raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError:  # Python accepts NaN, Infinity and 1e999, but other JSON parsers do not.
+        raise ValueError(f"{flag(field)} {text!r}: all numbers must be finite") from None
+    return found
+
+
+# ---- the end of a script
+
+
+@contextlib.contextmanager
+def one_line_errors(if_interrupted: str = ""):
+    """End the script with a one-line message and an exit code if this context fails or is interrupted.
+
+    The code is 2 if the input is invalid or the machine has failed, 1 if the run had to stop, and 130 after
+    Ctrl-C, for which the message is `if_interrupted`.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(if_interrupted)
+        raise SystemExit(130) from None
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error
