@@ -171,6 +171,7 @@ HEALTH_TIMEOUT = 2.0  # time limit for a response from /health, in seconds
 HANG_SECONDS = 180.0  # A server whose /health does not respond for this long is killed and restarted.
 MAX_DEATHS = 5  # The service gives up on a server after this many deaths in a row before it is ready.
 RESTART_DELAY = 1.0  # seconds before a restart; doubled for each failed start in a row, up to 60 seconds
+PROBE = "Is 3 + 4 = 7? Yes, it is."  # a text for the servers' tokenizer
 CONTROL_TIMEOUT = 600.0  # seconds; a control call may load weights or wait for running requests
 SLEEP = "/sleep?level=1&mode=wait"  # Moves weights to CPU memory. Without mode=wait, vLLM aborts requests.
 # Servers on the same GPU start one after the other: a starting vLLM measures its memory use, and would count
@@ -214,7 +215,7 @@ class ServerSlot:
     restarts: int = 0
     hangs: bool = False  # whether the router found that the server's engine answers no requests
     given_up: str = ""  # why the service gave up on this server; empty: it is still supervised
-    other_model: str = ""  # why this server would serve another model than the first servers did
+    other_model: str = ""  # why this server would give wrong answers: other files, or a tokenizer that fails
 
 
 class ModelServers:
@@ -378,6 +379,7 @@ class ModelServers:
         with self.lock:
             if not slot.joined:
                 self.compare_model(slot)  # again, because the files may have changed while they were loaded
+                slot.other_model = slot.other_model or self.misreading(slot)
                 if slot.other_model:
                     return
                 if self.asleep:  # While the other servers sleep, the trainer needs the GPU memory.
@@ -408,6 +410,29 @@ class ModelServers:
                 f"would serve another model than the first servers did: {self.config.model}: {difference}; "
                 "write another model to another folder, or start again to serve the new files"
             )
+
+    def misreading(self, slot: ServerSlot) -> str:
+        """Return a complaint if the server's tokenizer reads text without spaces, else an empty string.
+
+        transformers builds the tokenizer of some classes, such as Llama's, from the vocabulary alone. A
+        folder that names such a class, but has a byte-level tokenizer.json, then loses all spaces. The
+        trainer makes sure of the policy's tokenizer itself.
+        """
+        if self.config.control:
+            return ""
+        found = {"prompt": PROBE}
+        for path, given in {"/tokenize": "prompt", "/detokenize": "tokens"}.items():
+            body = {"model": self.config.served_model_name, given: found[given], "add_special_tokens": False}
+            status, text = request("POST", slot.url + path, body, self.config.server_key, CONTROL_TIMEOUT)
+            with contextlib.suppress(ValueError):
+                found |= json.loads(text)
+            if status != 200 or "tokens" not in found:
+                return ""  # The server has no such endpoint.
+        read = found["prompt"]
+        if read.split() == PROBE.split() or "".join(read.split()) != "".join(PROBE.split()):
+            return ""  # A small vocabulary may lack letters of the text.
+        return (f"reads {PROBE!r} as {read!r}; set \"tokenizer_class\" to \"PreTrainedTokenizerFast\" in "
+                f"{self.config.model}/tokenizer_config.json")  # fmt: skip
 
     def leave(self, slot: ServerSlot) -> None:
         """Remove a server from the router."""

@@ -70,6 +70,10 @@ class Handler(BaseHTTPRequestHandler):
                 os._exit(1)
             except FileNotFoundError:
                 pass
+        if told("loses_spaces") and self.path == "/tokenize":
+            return self.answer(200, {"tokens": [5, 6]})
+        if told("loses_spaces") and self.path == "/detokenize":
+            return self.answer(200, {"prompt": "Is3+4=7?Yes,itis."})
         if told("refuse" + self.path.partition("?")[0].replace("/", "_")):
             return self.answer(400, {"error": "will not"})
         while self.path == "/health" and told("hang"):
@@ -125,6 +129,13 @@ def running(config, **more):
         yield servers
     finally:
         servers.shutdown()
+
+
+def test_a_server_whose_tokenizer_loses_spaces_does_not_join(stand_in):
+    (stand_in / "loses_spaces").touch()
+    reads = "reads 'Is 3 + 4 = 7? Yes, it is.' as 'Is3+4=7?Yes,itis.'; set \"tokenizer_class\" to"
+    with pytest.raises(RuntimeError, match=re.escape(reads)):
+        ModelServers(settings(stand_in))
 
 
 @contextmanager

@@ -7,7 +7,8 @@ Pass the output directory of a run (--out-dir of grpo_trainer.py), or a director
 still be in progress.
 
 Needs tools/page/, diagnose.py, command_line.py, run_folder.py, and toy/toy_world.py (with compute_score.py)
-for the oracle of the toy world. Not covered: statistical tests between runs; messages of a prompt before the last one.
+for the oracle of the toy world. Not covered: statistical tests between runs; messages of a prompt before the
+last one.
 
 This script selects the data, and tools/page/ displays it: page.html, page.css and four scripts in plain
 JavaScript are embedded in the page together with the data. The page loads nothing else. Its address contains
