@@ -412,8 +412,8 @@ class Run:
 
             self.reservation = placement.Reservation(placement.process_specs(config))
             stack.callback(self.reservation.close)
-            note_start(config, self.step, config.judges())
-            self.compare_judges()
+        note_start(config, self.step, config.judges())
+        self.compare_judges()
         self.log = Log(config, self.step)
         folder = shlex.quote(str(config.out_dir))
         if find_spec("tools"):  # A copy of the scripts may lack tools/.
