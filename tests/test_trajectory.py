@@ -1100,13 +1100,15 @@ def world(tmp_path, monkeypatch):
     return config
 
 
-def test_a_run_with_a_tool(world):
+def test_a_run_with_a_tool(world, tmp_path):
     config = world("run", rollout_kwargs='{"cost": 5}', val_file=(world("x").train_file,), val_every=1)
     grpo_trainer.train(config)
     first, line, _ = lines_of(config.out_dir)
     assert line["rollout/turns"] > 1 and line["rollout/called"] > 0 and line["rollout/observed_tokens"] > 0
     assert line["rollout/error_rate"] == 0 and line["rollout/logprob_diff"] < 1e-5
     assert line["reward/told"] == 5
+    assert json.loads((tmp_path / "run/config.json").read_text())["rollout_kwargs"] == '{"cost": 5}'
+    assert len((tmp_path / "run/starts.jsonl").read_text().splitlines()) == 1
     assert line["reward/num_turns"] == pytest.approx(line["reward/turns_seen"] + 1)
     assert first["val/toy/told/mean@1"] == 5
     sample = next(line for line in lines_of(config.out_dir, "samples.jsonl") if line.get("turns"))
