@@ -15,6 +15,7 @@ longest response.
 
 import copy
 import functools
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -411,6 +412,7 @@ def check_functions(options) -> None:
     """Call the functions of --advantage and --loss on small examples. Raises ValueError with the reason."""
     from reward_worker import error_line
 
+    named_function.cache_clear()  # The files may have changed since an earlier run in this process.
     checks = {"advantage": check_advantage, "loss": check_loss}
     for field, check in checks.items():
         name = getattr(options, field)
@@ -418,39 +420,58 @@ def check_functions(options) -> None:
         try:
             complaint = check(options)
         except Exception as error:
-            complaint = error_line(error, function.__code__.co_filename)
+            code = getattr(inspect.unwrap(function), "__code__", None)  # Callable objects have none.
+            complaint = error_line(error, code.co_filename if code else "")
         if complaint:
             raise ValueError(f"--{field} {name}: on a small example, {complaint}; see docs/algorithms.md")
 
 
 def check_advantage(options) -> str:
-    """Return why an advantage breaks the contract of `advantage_function`, or an empty string."""
-    from policy import Sample
+    """Return why an advantage breaks the contract of `advantage_function`, or an empty string.
 
-    def groups_of(*infos):
-        groups = []
-        for _ in range(2):
-            group = []
-            for info in infos:
-                result = {"reward_score": info["score"], "reward_extra_info": dict(info), "status": "ok"}
-                group.append(Sample({}, [1, 1], [*b"1\n\n2"], [-1.0] * 4, "1\n\n2", result=result))
-            groups.append(group)
-        return Groups(groups, lambda ids: bytes(ids).decode())
-
+    The example has the keys of FAPO's results. A function that needs others is checked only by the run.
+    """
+    size = getattr(options, "group_size", 2)
     penalty = {"overlong_penalty": -0.5} if options.overlong_buffer else {}
     right = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
     wrong = dict(score=-1.0, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
+    group = ([right, wrong | penalty] * size)[:size]
     compute = advantage_function(options)
-    found = {}
-    for count, infos in ((2, (right, wrong | penalty)), (3, (right, wrong | penalty, {"score": None}))):
-        found[count] = compute(groups_of(*infos))
-        shape = tuple(getattr(found[count], "shape", ()))
-        if shape not in ((2, count), (2, count, 4)):
-            return (f"the function returned {shape or type(found[count]).__name__}, but it must return a "
-                    f"tensor of the shape {(2, count)} or {(2, count, 4)}")  # fmt: skip
-    if not torch.allclose(found[2], found[3][:, :2], equal_nan=True):
+    found = []
+    for infos in (group, group, [*group, {"score": None}]):
+        try:
+            advantages = compute(example_groups(infos))
+        except KeyError as error:
+            if error.args[0] in right:
+                raise
+            return ""
+        shape = tuple(getattr(advantages, "shape", ()))
+        expected = (2, len(infos))
+        if shape not in (expected, (*expected, 4)):
+            return (f"the function returned {shape or type(advantages).__name__}, but it must return a "
+                    f"tensor of the shape {expected} or {(*expected, 4)}")  # fmt: skip
+        found.append(advantages[:, :size])
+    first, second, with_silent = found
+    is_random = not torch.equal(first.nan_to_num(), second.nan_to_num())
+    if not is_random and not torch.allclose(first, with_silent, equal_nan=True):
         return "a sample without a verdict (NaN) changes the advantages of its group; exclude such samples"
     return ""
+
+
+def example_groups(infos: list[dict]) -> Groups:
+    """Return two equal groups whose samples have these results and two paragraphs."""
+    from policy import Sample
+
+    row = {"data_source": "example", "prompt": [{"role": "user", "content": "1+1=?"}],
+           "reward_model": {"ground_truth": "2"}, "extra_info": {}}  # fmt: skip
+    groups = []
+    for _ in range(2):
+        group = []
+        for info in infos:
+            result = {"reward_score": info["score"], "reward_extra_info": dict(info), "status": "ok"}
+            group.append(Sample(row, [1, 1], [*b"1\n\n2"], [-1.0] * 4, "1\n\n2", result=result))
+        groups.append(group)
+    return Groups(groups, lambda ids: bytes(ids).decode())
 
 
 def check_loss(options) -> str:
@@ -463,15 +484,20 @@ def check_loss(options) -> str:
     advantages = torch.tensor([[1.0], [-1.0], [2.0]])
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 1, 0]])
     inputs = [logprobs * mask, log_ratio * mask, advantages, mask]
-    whole = function(*inputs, **settings)
-    parts = whole if isinstance(whole, tuple) else (whole,)
+
+    def call(*tensors):
+        found = function(*tensors, **settings)
+        return found if isinstance(found, tuple) else (found,)
+
+    parts = call(*inputs)
     if len(parts) > 2 or any(getattr(part, "shape", None) != mask.shape for part in parts):
         return "the function must return a tensor of the shape of its inputs (B x T), or a pair of them"
     if not parts[0].requires_grad or not (parts[0] * mask).isfinite().all():
         return "the loss of a token has no gradient or is not finite"
+    if not torch.equal(call(*inputs)[0], parts[0]):
+        return ""  # The loss draws random numbers, so two calls cannot be compared.
     for row in range(len(mask)):
-        alone = function(*[tensor[row : row + 1] for tensor in inputs], **settings)
-        alone = alone[0] if isinstance(alone, tuple) else alone
+        alone = call(*[tensor[row : row + 1] for tensor in inputs])[0]
         if not torch.allclose(alone * mask[row], parts[0][row] * mask[row], atol=1e-6):
             return ("the loss of a sequence depends on the other sequences of its micro-batch, so that the "
                     "result would depend on the split into micro-batches")  # fmt: skip

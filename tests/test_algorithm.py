@@ -338,10 +338,11 @@ def test_the_contract_of_every_loss(name, own):
 @pytest.mark.parametrize(
     "field, code, why",
     [
-        ("advantage", "return groups.rewards_P_G[0]", r"returned \(2,\), but it must return a tensor of"),
+        ("advantage", "return groups.rewards_P_G[0]", r"returned \(\d,\), but it must return a tensor of"),
         ("advantage", "return None", "returned NoneType, but it must return a tensor of the shape"),
         ("advantage", "return groups.rewards_P_G - groups.rewards_P_G.mean()", "verdict .* changes"),
-        ("advantage", "return groups.infos[2]['style']", "KeyError: 'style' .own.py:5."),
+        ("advantage", "return groups.tensor([i['acc'] for i in groups.infos])", "KeyError: 'acc' .own.py:5."),
+        ("advantage", "return groups.reward", "AttributeError: .* .own.py:5."),
         ("loss", "return (advantages * log_ratio).sum()", "must return a tensor of the shape of its inputs"),
         ("loss", "return advantages * mask", "has no gradient or is not finite"),
         ("loss", "return advantages * log_ratio / 0", "has no gradient or is not finite"),
@@ -354,6 +355,68 @@ def test_a_function_that_breaks_its_contract_is_rejected_before_the_run(field, c
     file.write_text(f"import torch\n\n\ndef mine({arguments}):\n    {code}\n")
     with pytest.raises(ValueError, match=f"^--{field} {file}:mine: on a small example, .*{why}"):
         config_of(**{field: f"{file}:mine"}).check()
+
+
+ODD_BUT_RIGHT = """
+import functools
+import torch
+from algorithm import dr_grpo, grpo
+
+def with_own_key(groups):
+    bonus = [info["style"] if info else 0.0 for info in groups.infos]
+    return grpo(groups) + groups.tensor(bonus)
+
+def by_level(groups):
+    return grpo(groups) * groups.tensor([sample.row["extra_info"]["level"] for sample in groups.samples])
+
+def with_noise(groups):
+    return grpo(groups) + 1e-3 * torch.rand_like(groups.rewards_P_G)
+
+def best_of_four(groups):
+    return grpo(groups) + 0 * groups.rewards_P_G.nan_to_num().topk(4, dim=1).values[:, :1]
+
+class Callable:
+    def __call__(self, groups):
+        return grpo(groups) / self.scale
+
+Callable.scale = 1
+an_object = Callable()
+partial = functools.partial(lambda scale, groups: scale * dr_grpo(groups), 2.0)
+
+def dropped(logprobs, log_ratio, advantages, mask):
+    return -advantages * log_ratio.exp() * (torch.rand_like(mask) < 0.5)
+
+def of_means(logprobs, log_ratio, advantages, mask):
+    lengths = mask.sum(1, keepdim=True)
+    return -advantages * (log_ratio * mask).sum(1, keepdim=True) / lengths * mask
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["with_own_key", "by_level", "with_noise", "best_of_four", "an_object", "partial"]
+)
+@pytest.mark.parametrize("loss", ["dropped", "of_means"])
+def test_a_function_that_the_example_cannot_judge_is_not_rejected(name, loss, tmp_path):
+    """It may need keys of its own reward function or whole groups, or draw random numbers."""
+    file = tmp_path / "own.py"
+    file.write_text(ODD_BUT_RIGHT)
+    config_of(advantage=f"{file}:{name}", loss=f"{file}:{loss}", group_size=4).check()
+
+
+def test_an_error_in_a_callable_object_is_named(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(ODD_BUT_RIGHT.replace("Callable.scale = 1", ""))
+    with pytest.raises(ValueError, match=f"^--advantage {file}:an_object: on .*, AttributeError: .*'scale'"):
+        config_of(advantage=f"{file}:an_object").check()
+
+
+def test_a_file_that_was_edited_between_two_runs_is_loaded_again(tmp_path):
+    file = tmp_path / "own.py"
+    for factor in (1, 3):
+        file.write_text(f"from algorithm import grpo\n\ndef mine(groups):\n    return {factor} * grpo(groups)")
+        options = config_of(advantage=f"{file}:mine", overlong_buffer=0)
+        options.check()
+        assert max(token_advantages([group_of(RIGHT, WRONG)], options)[0]) == pytest.approx(factor * 0.5**0.5)
 
 
 def test_the_example_of_the_page_is_rloo(tmp_path):
