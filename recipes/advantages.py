@@ -136,6 +136,7 @@ def spare_good_prefix(groups, advantage: str = "grpo", **settings):
 
     Args:
         advantage: The advantage to change: a name in algorithm.ADVANTAGES, or another function of this file.
+            Only --advantage dr_grpo also divides the loss by a constant; "dr_grpo" does not.
         settings: The settings of that advantage.
     """
     functions = algorithm.ADVANTAGES | {"papo": papo, "vppo": vppo, "terms": terms, "steps": steps}
