@@ -2,7 +2,7 @@
 function settingsOf({settings: all}) {  // the line of each run above the curves
   const judges = all.genrm?.length ? all.genrm : all.router_address ?? [];
   const last = path => String(path).split("/").slice(-2).join("/");
-  const withSettings = name => all[name] && [last(all[name]), all[`${name}_kwargs`]].filter(text => text !== "{}").join(" ");
+  const withSettings = name => all[name] && [last(all[name]), all[`${name}_kwargs`]].filter(text => text && text !== "{}").join(" ");
   const values = {model: all.model && last(all.model), "LoRA rank": all.lora_rank || null,
     reward: all.reward_fn && last(all.reward_fn), judge: [judges].flat().map(last).join(", "),
     "λ": penaltyOf(all),
