@@ -154,7 +154,7 @@ class Groups:
         """Return a copy whose rewards are the scores alone."""
         other = copy.copy(self)
         other.require_keys = False  # The original has already checked the keys.
-        other.infos = [info | {"overlong_penalty": 0.0} for info in self.infos]
+        other.infos = [info and info | {"overlong_penalty": 0.0} for info in self.infos]
         other.rewards_P_G = other.number("score")
         other.penalties_P_G = 0 * other.rewards_P_G
         return other

@@ -403,6 +403,14 @@ def test_a_function_that_the_example_cannot_judge_is_not_rejected(name, loss, tm
     config_of(advantage=f"{file}:{name}", loss=f"{file}:{loss}", group_size=4).check()
 
 
+def test_a_sample_without_a_verdict_has_no_info_in_dynamic_sampling(tmp_path):
+    (tmp_path / "own.py").write_text(ODD_BUT_RIGHT)
+    options = config_of(advantage=f"{tmp_path}/own.py:with_own_key", overlong_buffer=0)
+    group = group_of(RIGHT | {"style": 0.5}, WRONG | {"style": 0.0}, {"score": None})
+    assert algorithm.set_advantages([group], options, str, drop_zero_advantages=True) == [group]
+    assert [sample.advantage is None for sample in group] == [False, False, True]
+
+
 def test_an_error_in_a_callable_object_is_named(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(ODD_BUT_RIGHT.replace("Callable.scale = 1", ""))
