@@ -216,7 +216,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     models = {}
     if addresses:
         for key in ("genrm_model", "genrm_max_tokens"):  # RewardLoopManager may replace these values.
-            if key in takes and isinstance(takes[key].default, int | None):
+            # A function that asks several judges may pass the same values to all of them.
+            is_one = key in takes and "reward_router_addresses" not in takes
+            if is_one and isinstance(takes[key].default, int | None):
                 settings.setdefault(key, takes[key].default)
         models = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):  # **settings
@@ -640,11 +642,11 @@ def count_servers(address: str) -> int:
 
 
 def listed_models(address: str) -> list[dict]:
-    """Return the models that the server at this address lists. Raise an error if there are none."""
+    """Return the models that the server at this address lists, by name. Raise an error if there are none."""
     cards = get_json(address, "/v1/models", timeout=60)["data"]
     if not cards:
         raise ValueError("it lists no models")
-    return cards
+    return sorted(cards, key=lambda card: card["id"])
 
 
 def served_models(addresses: dict[str, str], chosen: str | None = None) -> dict[str, str | None]:
@@ -686,6 +688,19 @@ def changes_between(before, now: dict) -> list[str]:
     return changed
 
 
+def only_model(cards: list[dict], address: str, remedy: str) -> dict:
+    """Return the entry of the only model in a server's list. The model may have several names.
+
+    Raises:
+        ValueError: There are several models. The remedy has one of the names in place of NAME.
+    """
+    if len({card.get("root") or card["id"] for card in cards}) > 1:
+        names = [card["id"] for card in cards]
+        raise ValueError(f"--router-address {address}: the server serves several models "
+                         f"({', '.join(names)}); choose one with {remedy.replace('NAME', names[0])}")  # fmt: skip
+    return cards[0]
+
+
 def chosen_model(address: str, settings: dict) -> dict:
     """Return the reward function's settings that name the model at this address, if they leave it open.
 
@@ -696,16 +711,12 @@ def chosen_model(address: str, settings: dict) -> dict:
     if settings.get("genrm_model", "") is not None:  # The user chose the model, or the function takes none.
         return {}
     try:
-        models = {model["id"]: model for model in listed_models(address)}
-        names = sorted(models)
+        cards = listed_models(address)
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return {}
-    if len(names) > 1:
-        kwargs = json.dumps({"genrm_model": names[0]})
-        raise ValueError(f"--router-address {address}: serves several models ({', '.join(names)}); choose "
-                         f"one with --reward-kwargs '{kwargs}'")  # fmt: skip
-    chosen = {"genrm_model": name for name in names}
-    context = models[names[0]].get("max_model_len")
+    model = only_model(cards, address, """--reward-kwargs '{"genrm_model": "NAME"}'""")
+    chosen = {"genrm_model": model["id"]}
+    context = model.get("max_model_len")
     if context and (settings.get("genrm_max_tokens") or 0) >= context:
         chosen["genrm_max_tokens"] = None  # Without a limit, the answer may fill the rest of the context.
     return chosen

@@ -354,8 +354,11 @@ def test_of_several_models_one_must_be_chosen(bench, names):
     cards = {"data": [{"id": name} for name in names]}
     with server(lambda path, body: {}, get=lambda path: cards) as address:
         config = Config(data=bench, router_address=address)
-        with pytest.raises(ValueError, match=r"several models \(a, b\); choose one with --model$"):
+        with pytest.raises(ValueError, match=r"several models \(a, b\); choose one with --model a$"):
             evaluate_genrm.model_name(config)
+        for card in cards["data"]:
+            card["root"] = "/judge"  # Both are names of one model.
+        assert evaluate_genrm.model_name(config) == "a"
         assert evaluate_genrm.model_name(replace(config, model="b")) == "b"
 
 

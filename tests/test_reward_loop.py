@@ -1086,6 +1086,15 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
     assert tokenizer_of(judge, router_address=("h:1",)) is None
 
 
+def test_the_model_is_looked_up_for_functions_with_one_judge_only(tmp_path):
+    """A function of several judges may pass its `genrm_model` to each of them."""
+    begin = "def ask(data_source, solution_str, ground_truth, extra_info, genrm_model=None"
+    for further, left_open in (("", True), (", reward_router_addresses=None", False)):
+        function = write_function(tmp_path, f"{begin}{further}):\n    return 1.0\n")
+        job = RewardOptions(reward_fn=function, router_address=("a=h:1", "b=h:2")).check_rewards()
+        assert ("genrm_model" in job.kwargs) is left_open
+
+
 @pytest.mark.slow
 def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path, caplog):
     async def slow(request):
@@ -1110,11 +1119,11 @@ def test_samples_in_flight_follow_the_number_of_servers(start, serve, tmp_path, 
 
 def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     """Otherwise, another model that the address serves later could judge the rest of the run."""
-    names = ["judge"]
+    names, card = ["judge"], {"max_model_len": 4096}
 
     async def judge(request):
         if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": name, "max_model_len": 4096} for name in names]})
+            return web.json_response({"data": [card | {"id": name} for name in names]})
         return await critic(request)
 
     server = serve(judge)
@@ -1135,6 +1144,9 @@ def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     assert manager.score_batch([sample("\\boxed{1}")])[0]["status"] == "ok"
     assert [(request["model"], request["max_tokens"]) for request in server.requests] == [("zeta", 9)]
     assert server.paths.count("/v1/models") == 2
+
+    card["root"] = "/models/judge"  # Both are names of one model.
+    assert start(**options).job.kwargs["genrm_model"] == "alpha"
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from command_line import cli, json_object, one_line_errors
 from prepare_data import read_rows, validate_row
-from reward_loop import RewardOptions, listed_models, served_models
+from reward_loop import RewardOptions, listed_models, only_model, served_models
 from reward_worker import fingerprints, flag
 from score_file import score_the_rest, scored_before
 
@@ -218,14 +218,11 @@ def model_name(config: Config) -> str:
     if config.model:
         return config.model
     try:
-        names = [card["id"] for card in listed_models(config.router_address)]
+        cards = listed_models(config.router_address)
     except Exception as error:  # The address may belong to another kind of server.
         raise OSError(f"--router-address {config.router_address}: cannot get the model name "
                       f"({error!r}); check that the judge is running, or pass --model") from error
-    if len(names) > 1:  # The order of the list may change.
-        raise ValueError(f"--router-address {config.router_address}: the server lists several models "
-                         f"({', '.join(sorted(names))}); choose one with --model")  # fmt: skip
-    return names[0]
+    return only_model(cards, config.router_address, "--model NAME")["id"]
 
 
 def chat_settings(config: Config) -> dict:
