@@ -320,10 +320,10 @@ def _answer_in(text):
 
 
 def _is_numeric(value):
-    """Return whether a nonempty list contains only numbers, and lists of numbers."""
-    if isinstance(value, (list, tuple)):
+    """Return whether a nonempty list or set contains only numbers, and lists and sets of numbers."""
+    if isinstance(value, (list, tuple, set)):
         return len(value) > 0 and all(map(_is_numeric, value))
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
 def question_of(extra_info: dict | None) -> str:

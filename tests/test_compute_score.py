@@ -368,6 +368,7 @@ def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
         ('["[1, 2]"]', "[1, 2]"),
         *[(text, text) for text in ("[1, 2]", "[0, 1)", "(3, 4)", "\\{1, 2\\}", "{1, 2}", "[(1, 2)]")],
         *[(text, text) for text in ("[[1, 2], [3, 4]]", "[a, b]", "[0, \\infty)", "[4]")],
+        *[(text, text) for text in ("[{1, 2}, {3}]", "[1+2j, 3]")],
     ],
 )
 def test_a_list_of_one_answer_is_this_answer_and_an_interval_stays(truth, answer):
