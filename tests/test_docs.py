@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import io
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import re
 import shlex
 import statistics
 import sys
+import tokenize
 import types
 from pathlib import Path
 
@@ -24,8 +26,9 @@ import reward_loop
 import reward_worker
 from algorithm import clip_loss, compute_advantages, compute_policy_loss
 from played import says, server
-from test_house import SCRIPTS
+from test_house import SCRIPTS, TOP
 from test_recipes import ROOT, commands, load, parse
+from toy import toy_world
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "docs/changes/README.md"]
@@ -88,8 +91,8 @@ def test_every_page_can_be_reached_from_the_readme():
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-def test_the_readmes_tree_has_every_script_once():
-    """The tree lists the scripts that the README names and all files that they import.
+def test_the_readmes_list_has_every_script_once():
+    """The list has the top-level scripts and all files that they and the folders' scripts import.
 
     Your own files next to them do not count.
     """
@@ -103,7 +106,7 @@ def test_the_readmes_tree_has_every_script_once():
             elif isinstance(node, ast.Import):
                 found |= {f"{alias.name.replace('.', '/')}.py" for alias in node.names}
         missing = {name for name in found - set(SCRIPTS) if (ROOT / name).is_file()}
-        assert not missing, f"README's tree does not have {missing}, which {script} imports"
+        assert not missing, f"README's list does not have {missing}, which {script} imports"
 
 
 def test_every_flag_that_is_named_exists():
@@ -301,8 +304,8 @@ def test_the_tables_summarise_three_seeds_per_checkpoint(evidence):
 
 
 def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
-    """Compare the percentages in the README's first paragraph, which are medians of nine runs each."""
-    first = " ".join((ROOT / "README.md").read_text().split("\n- ")[0].split())
+    """Compare the percentages in the README's introduction and results, which are medians of nine runs."""
+    first, results = (" ".join(part.split()) for part in (ROOT / "README.md").read_text().split("## Results"))
 
     def percent(runs, key, when="after"):
         assert len(runs) == 9
@@ -314,15 +317,49 @@ def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
     assert percent(rule, "toy") == percent(fapo, "toy")
     flawed = "toy/oracle_flawed_positive_rate"
     assert f"**{percent(rule, flawed)} of GRPO's correct answers contain a wrong step" in first
-    assert f"against {percent(fapo, flawed)} of FAPO's**" in first
+    assert f"against {percent(fapo, flawed)} of FAPO's** (medians of nine runs)" in first
     outcome, fapo = (evidence.of(runs, name, *evidence.SHOP) for name in ("outcome", "fapo"))
     correct = "shop/truly_correct"
     before, after = percent(outcome, correct, "before"), percent(outcome, correct)
-    assert f"fully correct answers fall from {before} to {after} while accuracy" in first
+    assert f"fully correct answers fall from {before} to {after} while accuracy" in results
     before, after = percent(outcome, "shop", "before"), percent(outcome, "shop")
-    assert f"accuracy rises from {before} to {after}." in first
-    assert f"With FAPO, fully correct answers rise to {percent(fapo, correct)}." in first
-    assert "All numbers are medians of nine runs." in first
+    assert f"accuracy rises from {before} to {after}." in results
+    told = f"With FAPO, fully correct answers rise to {percent(fapo, correct)} (medians of nine runs)."
+    assert told in results
+
+
+def lines_of_code(path):
+    """Return the number of lines with code, which excludes blank lines, comments and docstrings."""
+    source, omitted, lines = path.read_text(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if ast.get_docstring(node) is not None:
+                omitted |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - omitted)
+
+
+def test_the_readmes_size_is_that_of_the_scripts(tmp_path):
+    """The number of scripts must be exact, and the number of lines right to 2 %."""
+    (tmp_path / "a.py").write_text('"""A\ndocstring."""\n\nx = 1  # a comment\n# a comment\ny = """two\nlines"""\n')
+    assert lines_of_code(tmp_path / "a.py") == 3
+    first = " ".join((ROOT / "README.md").read_text().split("```")[0].split())
+    scripts, lines = re.search(r"(\d+) flat Python scripts with ([\d,]+) lines of code", first).groups()
+    assert int(scripts) == len(TOP)
+    counted = sum(map(lines_of_code, TOP))
+    assert abs(int(lines.replace(",", "")) - counted) <= 0.02 * counted, f"now there are {counted} lines"
+
+
+def test_the_readmes_flawed_positive_is_one(evidence):
+    """The example's only flaw is its first sum, and its answer is correct."""
+    text = (ROOT / "README.md").read_text()
+    lines = [line.split("<-")[0].strip() for line in blocks(ROOT / "README.md", "text")[0].splitlines()]
+    question = " ".join(re.search(r'\*"(Ben .*?)"\*', text, re.S)[1].split())
+    assert evidence.kind_of_flaw(question, "\n\n".join(lines)) == "arithmetic"
+    result = toy_world.compute_score_fapo_oracle("toy", "\n\n".join(lines), "4", {"question": question})
+    assert result["acc"] and result["first_wrong"] == 0 and (65 + 9 - 8 + 3) % 5 == 4
 
 
 def test_kinds_of_flaws_by_hand(evidence):

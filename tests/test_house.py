@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = re.findall(r"^([\w/]+\.py) {2,}", (ROOT / "README.md").read_text(), re.M)  # its list of files
-TOP = [ROOT / script for script in SCRIPTS if "/" not in script]
 FOLDERS = ("toy", "tools", "cluster")
+TOP_SCRIPTS = re.findall(r"^(\w+\.py) {2,}", (ROOT / "README.md").read_text(), re.M)  # its list of files
+IN_FOLDERS = [f"{folder}/{path.name}" for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
+SCRIPTS = [*TOP_SCRIPTS, *IN_FOLDERS, "recipes/gym_tasks.py"]
+TOP = [ROOT / script for script in TOP_SCRIPTS]
 
 
 @pytest.mark.parametrize("path", TOP, ids=lambda path: path.name)
