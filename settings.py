@@ -140,7 +140,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Resume from the newest checkpoint in --out-dir, if there is one (auto), or reject an --out-dir that
     # contains checkpoints (never).
     resume: Literal["never", "auto"] = "never"
-    # Number of samples to write to samples.jsonl per step and data source, in whole groups.
+    # Number of samples to write to samples.jsonl per step and data source: complete groups during training,
+    # the first sample of each group in an evaluation.
     samples_per_step: int = 8
     tensorboard: bool = False  # Also write the metrics for TensorBoard, to tensorboard/ in --out-dir.
     # Also send the metrics to Weights & Biases, to the project WANDB_PROJECT (default: fapo).
@@ -149,7 +150,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
     # Device of the policy; auto: cuda if the Ray cluster has GPUs, otherwise cpu.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Number of processes (ranks) over which FSDP2 shards the policy; each is a Ray actor with a GPU.
+    # Number of processes (ranks) over which FSDP2 shards the policy. On GPUs, each is a Ray actor
+    # with --policy-gpu-share of a GPU.
     policy_ranks: int = 1
     policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
     # Keep the weights and optimizer state of the ranks in host memory, which saves GPU memory but is slower.

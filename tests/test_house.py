@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("toy", "tools", "cluster")
 TOP_SCRIPTS = re.findall(r"^(\w+\.py) {2,}", (ROOT / "README.md").read_text(), re.M)  # its list of files
-IN_FOLDERS = [f"{folder}/{path.name}" for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))]
+IN_FOLDERS = [
+    f"{folder}/{path.name}" for folder in FOLDERS for path in sorted((ROOT / folder).glob("[!_]*.py"))
+]
 SCRIPTS = [*TOP_SCRIPTS, *IN_FOLDERS, "recipes/gym_tasks.py"]
 TOP = [ROOT / script for script in TOP_SCRIPTS]
 

@@ -59,7 +59,9 @@ KEPT_BY = {
         "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
     ),
-    "The sampler uses the trainer's weights. If the servers have different weights, the run stops.": (
+    "The sampler uses the trainer's weights, or with `--overlap` weights that are one step old. If the "
+    "log-probabilities of sampler and trainer differ by more than `--max-logprob-diff` on average (twice that "
+    "with `--overlap`), the run stops.": (
         "test_grpo_trainer.test_stale_weights_stop_the_run",
         "test_policy.test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step",
         "test_rollout.test_rollout_logprobs_are_the_trainers",
@@ -153,7 +155,8 @@ KEPT_BY = {
         "test_reward_loop.test_nothing_is_left_running",
         "test_compute_score.test_the_child_processes_end_with_a_parent_that_is_killed",
     ),
-    "Invalid settings and data are rejected with a one-line message before anything expensive starts.": (
+    "Invalid settings and data are rejected before anything expensive starts, with a message that names the "
+    "problem.": (
         "test_grpo_trainer.test_wrong_settings_are_refused_in_one_line",
         "test_run.test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected",
         "test_run.test_an_option_names_the_package_that_it_lacks",
