@@ -35,7 +35,8 @@ PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "
 PAGES += [ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
-OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enable-lora", "--lora-modules"}  # of vLLM
+OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}  # of vLLM
+OTHERS_FLAGS |= {"--enable-lora", "--lora-modules"}  # of vLLM
 OTHERS_FLAGS |= {"--backend", "--local", "--target"}  # of verl's merger
 OTHERS_FLAGS |= {"--no-deps"}  # of pip
 
