@@ -420,16 +420,21 @@ def _graders(process):
     return [], threading.Lock()
 
 
+def _compare(sides):
+    """Compare two answers with math-verify."""
+    from math_verify import parse, verify
+    boxes = [f"\\boxed{{{side}}}" for side in sides]
+    parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
+    return verify(*parsed, timeout_seconds=None, raise_on_error=True)
+
+
 @functools.cache
 def _warm_up():
-    """Parse once before the first fork. The first call takes 0.35 s of CPU time, which all children save."""
-    from math_verify import parse, verify
+    """Compare once before the first fork. The first call takes 0.35 s of CPU time, which all children save."""
     logger = logging.getLogger("math_verify")  # It warns about calls without its own time limit.
     level = logger.level
     logger.setLevel(logging.ERROR)
-    boxes = ["\\boxed{\\frac{1}{2}+x}", "\\boxed{0.5}"]
-    sides = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
-    verify(*sides, timeout_seconds=None, raise_on_error=True)
+    _compare(["\\frac{1}{2}+x", "0.5"])
     logger.setLevel(level)
 
 
@@ -450,7 +455,6 @@ def _start_grader():
 
 def _grade(pipe):
     """Receive (truth, answer) pairs in a child process; send True, False, or None if memory ran out."""
-    from math_verify import parse, verify
     for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGTERM):  # The parent may have set handlers.
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # After Ctrl-C, the parent decides.
@@ -465,9 +469,7 @@ def _grade(pipe):
             signal.setitimer(signal.ITIMER_PROF, GRADE_TIMEOUT_S)
             signal.alarm(GRADE_WALL_S)
             try:
-                boxes = [f"\\boxed{{{side}}}" for side in sides]
-                parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
-                verdict = verify(*parsed, timeout_seconds=None, raise_on_error=True)
+                verdict = _compare(sides)
             except MemoryError:
                 verdict = None
             except Exception:  # Answers that math-verify cannot compare count as different.
