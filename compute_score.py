@@ -430,7 +430,7 @@ def _compare(sides):
 
 @functools.cache
 def _warm_up():
-    """Compare once before the first fork. The first call takes 0.35 s of CPU time, which all children save."""
+    """Compare once before the first fork. The first call takes 0.35 s of CPU time, which children save."""
     logger = logging.getLogger("math_verify")  # It warns about calls without its own time limit.
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -696,8 +696,9 @@ def only_model(cards: list[dict], address: str, remedy: str) -> dict:
     """
     if len({card.get("root") or card["id"] for card in cards}) > 1:
         names = [card["id"] for card in cards]
+        remedy = remedy.replace("NAME", names[0])
         raise ValueError(f"--router-address {address}: the server serves several models "
-                         f"({', '.join(names)}); choose one with {remedy.replace('NAME', names[0])}")  # fmt: skip
+                         f"({', '.join(names)}); choose one with {remedy}")  # fmt: skip
     return cards[0]
 
 

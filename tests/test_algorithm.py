@@ -421,7 +421,8 @@ def test_an_error_in_a_callable_object_is_named(tmp_path):
 def test_a_file_that_was_edited_between_two_runs_is_loaded_again(tmp_path):
     file = tmp_path / "own.py"
     for factor in (1, 3):
-        file.write_text(f"from algorithm import grpo\n\ndef mine(groups):\n    return {factor} * grpo(groups)")
+        code = f"def mine(groups):\n    return {factor} * grpo(groups)"
+        file.write_text(f"from algorithm import grpo\n\n{code}")
         options = config_of(advantage=f"{file}:mine", overlong_buffer=0)
         options.check()
         assert max(token_advantages([group_of(RIGHT, WRONG)], options)[0]) == pytest.approx(factor * 0.5**0.5)

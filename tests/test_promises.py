@@ -60,8 +60,8 @@ KEPT_BY = {
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
     ),
     "The sampler uses the trainer's weights, or with `--overlap` weights that are one step old. If the "
-    "log-probabilities of sampler and trainer differ by more than `--max-logprob-diff` on average (twice that "
-    "with `--overlap`), the run stops.": (
+    "log-probabilities of sampler and trainer differ by more than `--max-logprob-diff` on average (twice "
+    "that with `--overlap`), the run stops.": (
         "test_grpo_trainer.test_stale_weights_stop_the_run",
         "test_policy.test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step",
         "test_rollout.test_rollout_logprobs_are_the_trainers",
