@@ -496,6 +496,8 @@ def test_make_clean_leaves_what_the_user_has_made(tmp_path):
     for name in made + stays:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    done = subprocess.run(["make", "clean"], cwd=tmp_path, capture_output=True, text=True)
+    # Tests often run under `make test`, whose variables would make this a nested make with other output.
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(["make", "clean"], cwd=tmp_path, env=own, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "rm -rf .venv data/toy\n", done.stderr
     assert [name for name in made + stays if (tmp_path / name).exists()] == stays
