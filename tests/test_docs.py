@@ -537,7 +537,7 @@ def test_the_schedules_of_the_evidence_run():
 
 def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
     time_to_score = load("benchmarks/time_to_score")
-    text = " ".join((ROOT / "docs/public_tasks.md").read_text().split())
+    text = " ".join((ROOT / "benchmarks/README.md").read_text().split())
     lines = (ROOT / "docs/evidence/time_to_score_smollm2.jsonl").read_text().splitlines()
     curves = list(map(json.loads, lines))
     names = {"ours": "grpo_trainer.py", "trl_no_checkpointing": "TRL 1.16, no gradient checkpointing"}
@@ -583,7 +583,7 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
 
 def test_the_numbers_for_a_million_parameters_are_those_of_their_curves():
     time_to_score = load("benchmarks/time_to_score")
-    text = (ROOT / "docs/public_tasks.md").read_text()
+    text = (ROOT / "benchmarks/README.md").read_text()
     lines = (ROOT / "docs/evidence/time_to_score.jsonl").read_text().splitlines()
     names = {"ours": "grpo_trainer.py", "trl": "TRL 1.16"}
     names["trl_no_checkpointing"] = "TRL 1.16 without gradient checkpointing"
