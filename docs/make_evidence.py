@@ -137,9 +137,9 @@ SCHEDULED = {name: f"FAPO, λ: {SCHEDULES[name]}" for name in ("later", "linear"
 SCHEDULED["later2"] = "FAPO, λ: 0 for 20 steps, then 2"
 OVERLOOKING = {  # FAPO with judges of different recall, from the second world's checkpoint 1
     "rule": "outcome reward only, no judge",
-    "fapo_recall0.5": "FAPO, recall .5",
-    "fapo_recall0.7": "FAPO, recall .7",
-    "fapo_recall0.9": "FAPO, recall .9",
+    "fapo_recall0.5": "FAPO, recall 0.5",
+    "fapo_recall0.7": "FAPO, recall 0.7",
+    "fapo_recall0.9": "FAPO, recall 0.9",
     "fapo_first_judge": "FAPO, served judge, first world's flaws",
     "fapo_first_judge_long": "FAPO, served judge, first world's flaws, {steps} steps",
     "fapo_judge": "FAPO, served judge, the policies' own flaws",
