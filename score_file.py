@@ -151,7 +151,8 @@ def run(config: Config):
 
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "reward_fn": config.reward_fn,
-        "reward_kwargs": config.reward_kwargs,
+        # The arguments may contain keys, so the file gets only their digest.
+        "reward_kwargs": hashlib.sha256(config.reward_kwargs.encode()).hexdigest(),
         "genrm": list(config.genrm),
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
         "files": job.files,

@@ -208,7 +208,8 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # no
     assert json.loads(config.out.read_text())["reward_score"] == 1.0
 
     config.out.unlink()
-    header = {"reward_fn": config.reward_fn, "reward_kwargs": config.reward_kwargs, "genrm": []}
+    arguments = hashlib.sha256(config.reward_kwargs.encode()).hexdigest()  # They may contain secrets.
+    header = {"reward_fn": config.reward_fn, "reward_kwargs": arguments, "genrm": []}
     header["data"] = hashlib.sha256(data.read_bytes()).hexdigest()
     header["files"] = config.check_rewards().files
     header |= config.judges()
@@ -241,7 +242,8 @@ def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_fo
     partial = tmp_path / "scored.jsonl.partial.jsonl"
     config = score_file.Config(
         data=data, out=tmp_path / "scored.jsonl", reward_fn="compute_score.py:compute_score_fapo",
-        genrm=(str(judge_folder),), genrm_vllm_args="--api-key hush", resume=True)  # fmt: skip
+        genrm=(str(judge_folder),), genrm_vllm_args="--api-key hush", resume=True,
+        reward_kwargs='{"genrm_chat_kwargs": {"note": "hush"}}')  # fmt: skip
     headers = []
 
     def begin(options, samples, done, partial, header, on_result):
@@ -262,6 +264,7 @@ def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_fo
         start(lambda: (judge_folder / "notes.log").touch())  # not a file of the model
     for changes, name in [
         ({"genrm_vllm_args": "--max-num-seqs 3"}, "genrm_vllm_args"),
+        ({"reward_kwargs": '{"penalty": 0.5}'}, "reward_kwargs"),
         ({"reward_model_task": ("classify",)}, "reward_model_task"),
         ({"reward_model_tokenizer": str(judge_folder)}, "reward_model_tokenizer"),
         ({"change": lambda: overwrite(judge_folder)}, "the model genrm"),
