@@ -190,6 +190,8 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
 def test_the_judge_gets_all_messages_of_a_row(bench, tmp_path):
     rows = pq.read_table(bench).to_pylist()
     system = {"role": "system", "content": "You are a strict grader."}
+    for row in rows:
+        row["extra_info"]["total_steps"] = "3"  # A number may be a text, as in a CSV file.
     for row in rows[1:]:
         row["prompt"] = [system, *row["prompt"]]
     rows[1]["prompt"][0] = system | {"name": "x"}  # Parquet gives all other messages a name, too: None.
@@ -201,7 +203,7 @@ def test_the_judge_gets_all_messages_of_a_row(bench, tmp_path):
     expected = [[users[0]], *([system, user] for user in users[1:])]
     sent = [request["messages"] for request in judge.requests]
     assert sorted(map(json.dumps, sent)) == sorted(map(json.dumps, expected))
-    assert [len(row["critiques"]) for row in judged] == [1] * 6
+    assert [row["critiques"][0]["score"] for row in judged] == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ async def ask_judge(data_source, solution_str, ground_truth, extra_info, prompt,
     status, text, tokens = await scores.chat(prompt, reward_router_address, **chat)
     index = None
     if status == "ok":
-        index = scores.parse_critique(text, extra_info["total_steps"])
+        index = scores.parse_critique(text, scores.whole_number(extra_info["total_steps"]))
     score = None
     if status in ANSWERED:
         score = float(index == ground_truth)
