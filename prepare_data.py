@@ -19,11 +19,12 @@ source. The first word "train" or "test" in the name gives the split (gsm8k_trai
 word, the file belongs to the first split of the data set (aime24.jsonl: test). Files of other splits, such as
 gsm8k_dev.jsonl, are ignored.
 
-Needs compute_score.py; also toy/ for the toy world, and recipes/gym_tasks.py for reasoning_gym.
+Needs compute_score.py; also toy/ for the toy world, and recipes/gym_tasks.py for reasoning_gym (see MAKERS).
 Not covered: data larger than memory, filters (see the trainer).
 """
 
 import csv
+import importlib
 import json
 import re
 import sys
@@ -63,7 +64,7 @@ INT = pa.int64()
 
 
 def _schema(ground_truth, **extra):
-    return pa.struct({
+    return pa.schema({
         "data_source": TEXT,
         "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
         "ability": TEXT,
@@ -73,7 +74,6 @@ def _schema(ground_truth, **extra):
 
 
 REASONING = _schema(TEXT)
-REASONING_GYM = _schema(TEXT, task=TEXT, settings=TEXT)
 CRITIC = _schema(
     INT,
     total_steps=INT,
@@ -304,7 +304,8 @@ SOURCES = [
     Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
 ]  # fmt: skip
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
-
+# Modules that make rows themselves, with a function make_rows(task, settings) -> {name: rows}.
+MAKERS = {"toy": "toy.toy_world", "reasoning_gym": "recipes.gym_tasks"}
 
 HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # names of splits that are not in SOURCES
 
@@ -415,39 +416,53 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
 
 
 def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
-    """Write rows to `out`, either completely or not at all, and return {file name: number of rows}."""
-    table = pa.Table.from_pylist(rows, schema=pa.schema(schema))
+    """Write rows to `out`, either completely or not at all, and return {file name: number of rows}.
+
+    If there are `names` of sources, the first row is shown.
+    """
+    table = pa.Table.from_pylist(rows, schema=schema)
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)
     partial.replace(out)
-    first = json.dumps(rows[0], ensure_ascii=False)[:1500]
-    print(f"{out}: {len(rows)} rows from {names}; the first row:\n  {first}")
+    text = f"{out}: {len(rows)} rows"
+    if names:
+        first = json.dumps(rows[0], ensure_ascii=False)[:1500]
+        text += f" from {names}; the first row:\n  {first}"
+    print(text)
     return {out.name: len(rows)}
 
 
-def write_reasoning_gym(spec: str, config: Config) -> dict[str, int]:
-    """Write both splits of the task `spec`, "reasoning_gym:NAME" or "reasoning_gym:NAME:JSON"."""
-    from recipes import gym_tasks
-    _, _, task = spec.partition(":")
+def write_made(spec: str, config: Config) -> dict[str, int]:
+    """Write the rows that a module in MAKERS makes, and return {file name: number of rows}.
+
+    `spec` is "toy", "reasoning_gym:NAME" or "reasoning_gym:NAME:JSON".
+    """
+    name, _, task = spec.partition(":")
     task, _, text = task.partition(":")
-    settings = {"size": gym_tasks.SIZE, "seed": config.seed}
+    settings = {"seed": config.seed}
     try:
         settings |= dict(json.loads(text or "{}"))
     except (ValueError, TypeError) as error:
         raise ValueError(f"--tasks {spec}: {text} is not a JSON object ({error}); correct it") from error
+    maker = importlib.import_module(MAKERS[name])
     try:
-        splits = gym_tasks.make_rows(task, settings)
+        made = maker.make_rows(task, settings)
     except ImportError as error:
         raise OSError(f"--tasks {spec}: {error}; run pip install -r requirements-extra.txt") from error
     except ValueError as error:
         raise ValueError(f"--tasks {spec}: {error}") from error
-    counts = {}
-    for split, rows in splits.items():
+    for split, rows in made.items():
         if not rows:
             raise ValueError(f"--tasks {spec}: the task has no {split} rows; pass a larger size or range")
-    for split, rows in splits.items():
-        out = config.out_dir / f"reasoning_gym_{task}_{split}.parquet"
-        counts |= write_table(out, rows, REASONING_GYM, f"reasoning-gym's {task} {settings}")
+    counts = {}
+    names = ""
+    if task:
+        names = f"{spec} (seed {config.seed})"
+    for rows in made.values():
+        stem = f"{rows[0]['data_source']}_{rows[0]['extra_info']['split']}"
+        counts |= write_table(config.out_dir / f"{stem}.parquet", rows, None, names)
+    if name == "toy":
+        maker.copy_models(config.out_dir)
     return counts
 
 
@@ -468,9 +483,11 @@ def prepare(config: Config) -> dict[str, int]:
                              "--out-dir for each run")  # fmt: skip
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
+    if "toy" in config.tasks:
+        generated.append("toy")
     counts = {}
     for task in generated:
-        counts |= write_reasoning_gym(task, config)
+        counts |= write_made(task, config)
     built = set()
     failed = {}
     for source in SOURCES:
@@ -487,10 +504,6 @@ def prepare(config: Config) -> dict[str, int]:
             continue
         counts |= write_source(source, files, config)
         built.add(source.task)
-    if "toy" in config.tasks:
-        from toy import warm_start
-        warm_start.write_rows(config.out_dir, config.seed)
-        warm_start.copy_shipped(config.out_dir)
     errors = []
     for task, why in failed.items():
         # With --source-dir, one split of a data set suffices; with `all`, a data set may have no files.

@@ -76,7 +76,7 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
     A question's checksum determines its split, so no question is in both splits. The questions of the test
     split are distinct.
     """
-    text = json.dumps(settings, sort_keys=True)
+    text = json.dumps({"size": SIZE} | settings, sort_keys=True)
     rows = {"train": [], "test": []}
     held_out = set()
     for index, entry in enumerate(load_task(task, text)):

@@ -348,7 +348,7 @@ def answered(folder, rows, function) -> dict:
 def test_the_shipped_models_score_as_their_card_says(world, name, file, function):
     """Test at temperature 1, on half of the rows, within three standard errors."""
     means = answered(world / name, pq.read_table(world / f"{file}.parquet").to_pylist()[:256], function)
-    card = (warm_start.SHIPPED / "README.md").read_text()
+    card = (toy_world.SHIPPED / "README.md").read_text()
     for key, line in {
         "acc": "accuracy",
         "oracle_flawed_positive_rate": "flawed-positive rate, according to the oracle",
@@ -372,9 +372,9 @@ def test_the_second_worlds_shipped_starts_score_as_their_card_says(start):
     rng, kind = random.Random(start), toy_world.KINDS["own_flaws"]
     problems = [toy_world.random_problem(rng, kind.question, kind.lengths) for _ in range(256)]
     rows = [toy_world.policy_row(problem, "toy", "test", i) for i, problem in enumerate(problems)]
-    folder = warm_start.SHIPPED / f"own{start}"
+    folder = toy_world.SHIPPED / f"own{start}"
     means = answered(folder, rows, toy_world.compute_score_fapo_oracle)
-    card = (warm_start.SHIPPED / "README.md").read_text().split(f"\n| `own{start}` | ")[1].split("\n")[0]
+    card = (toy_world.SHIPPED / "README.md").read_text().split(f"\n| `own{start}` | ")[1].split("\n")[0]
     keys = ("acc", "oracle_flawed_positive_rate", "truly_correct", "sums_right")
     for key, told in zip(keys, card.split(" | ")):
         assert means[key] == pytest.approx(float(told), abs=0.12), key
@@ -388,7 +388,7 @@ def test_a_world_of_another_seed_has_other_problems_and_the_shipped_models(tmp_p
     prepare_data.prepare(prepare_data.Config(tasks=["toy"], seed=1, out_dir=tmp_path))
     assert (tmp_path / "toy_test.parquet").read_bytes() != (world / "toy_test.parquet").read_bytes()
     for name in ("policy", "judge"):
-        copy, shipped = tmp_path / name / "model.safetensors", warm_start.SHIPPED / name / "model.safetensors"
+        copy, shipped = tmp_path / name / "model.safetensors", toy_world.SHIPPED / name / "model.safetensors"
         assert copy.read_bytes() == shipped.read_bytes()
 
 
@@ -409,14 +409,14 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
     told = [(models, seed, kind) for models, _, _, seed, kind, _ in trained]
     kinds = toy_world.KINDS
     assert told == [(("policy", "judge"), 0, kinds["standard"]), (("judge",), 1, kinds["weak_policy"])]
-    shipped = (warm_start.SHIPPED / "policy/tokenizer.json").read_text()
+    shipped = (toy_world.SHIPPED / "policy/tokenizer.json").read_text()
     assert trained[0][1].backend_tokenizer.to_str(pretty=True) == shipped
 
 
 @pytest.mark.slow
 def test_rows_without_models(tmp_path):
     command = [sys.executable, "-m", "toy.warm_start", "--kind", "own_flaws", "--seed", "1", "--models"]
-    subprocess.run([*command, "--out-dir", tmp_path], cwd=warm_start.SHIPPED.parent.parent, check=True)
+    subprocess.run([*command, "--out-dir", tmp_path], cwd=toy_world.SHIPPED.parent.parent, check=True)
     assert {path.suffix for path in tmp_path.iterdir()} == {".parquet"}
     (row,) = pq.read_table(tmp_path / "toy_test.parquet").slice(0, 1).to_pylist()
     assert row["extra_info"]["question"].count(",") >= 6
@@ -461,8 +461,8 @@ def test_sound_share_of_a_model_that_knows_nothing(tokenizer):
 @pytest.mark.parametrize("name", ["policy", "judge", "own0", "own1", "own2", "shop0", "shop1", "shop2"])
 def test_the_words_of_the_world_have_the_token_ids_that_the_models_were_trained_on(name):
     """The vocabulary contains two words in shortened form, as in the original texts of the warm start."""
-    tokenizer = AutoTokenizer.from_pretrained(warm_start.SHIPPED / name)
-    trained = Tokenizer.from_file(str(warm_start.SHIPPED / name / "tokenizer.json"))
+    tokenizer = AutoTokenizer.from_pretrained(toy_world.SHIPPED / name)
+    trained = Tokenizer.from_file(str(toy_world.SHIPPED / name / "tokenizer.json"))
     trained.normalizer, trained.decoder = None, decoders.ByteLevel()
     rng = random.Random(7)
     texts = []

@@ -25,6 +25,8 @@ check of the answer cannot see it. Real flawed positives are much more varied.
 import functools
 import os
 import re
+import shutil
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -40,6 +42,7 @@ ITEMS = ("eggs", "pens", "nuts", "cards")
 SHORT_WORDS = {"Remainder": "Rest", " mod": " by"}
 STEPS = (*range(-9, -1), *range(2, 10))
 LOWEST, HIGHEST = 15, 99  # bounds of all correct intermediate values
+SHIPPED = Path(__file__).with_name("models")  # models/README.md lists the metrics of these models.
 
 
 # ---- Problems and solutions --------------------------------------------------------------------------------
@@ -401,3 +404,39 @@ def critic_row(problem: Problem, paragraphs: list[str], split: str, index: int) 
     row["reward_model"]["ground_truth"] = first_wrong_paragraph(str(problem), paragraphs)
     row["extra_info"]["total_steps"] = len(paragraphs)
     return row
+
+
+def make_rows(kind: str, settings: dict) -> dict[str, list[dict]]:
+    """Return the rows of a toy world's five files, as {file: rows}.
+
+    Args:
+        kind: The name of a kind in KINDS. An empty string stands for "standard".
+        settings: {"seed": the random seed of the problems}.
+    """
+    rng = Random(f"{settings['seed']}/rows")
+    made = KINDS[kind or "standard"]
+    files = {}
+    for source, split, count in (
+        ("toy", "train", 4096),
+        ("toy", "test", 512),
+        ("toy_total", "test", 512),
+        ("fapo_critic", "train", 4096),
+        ("fapo_critic", "test", 512),
+    ):
+        rows = []
+        for index in range(count):
+            if source == "fapo_critic":
+                row = critic_row(*right_solution(rng, index % 2 == 0, made), split, index)
+            else:
+                problem = random_problem(rng, made.question if source == "toy" else TOTAL, made.lengths)
+                row = policy_row(problem, source, split, index)
+            rows.append(row)
+        files[f"{source}_{split}"] = rows
+    return files
+
+
+def copy_models(out_dir: Path) -> None:
+    """Copy the warm-started models of toy/models/ into this directory."""
+    for name in ("policy", "judge"):
+        shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
+        print(f"{out_dir / name}: the warm-started {name} from {SHIPPED}")

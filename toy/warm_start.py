@@ -18,7 +18,6 @@ toy/toy_world.py, toy/shop_world.py, run_folder.py and compute_score.py as well.
 
 import math
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,15 +69,12 @@ from toy.toy_world import (
     Kind,
     Slips,
     critic_prompt,
-    critic_row,
-    policy_row,
+    make_rows,
     random_problem,
     right_solution,
     write_critique,
     write_solution,
 )
-
-SHIPPED = Path(__file__).with_name("models")  # models/README.md lists the metrics of these models.
 
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
@@ -323,28 +319,6 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_
 # ---- A world: its rows, and its models ---------------------------------------------------------------------
 
 
-def write_rows(out_dir: Path, seed: int, kind: str = "standard") -> None:
-    """Write the five Parquet files of a toy world of this kind (see KINDS)."""
-    rng = Random(f"{seed}/rows")
-    made = KINDS[kind]
-    for source, split, count in (
-        ("toy", "train", 4096),
-        ("toy", "test", 512),
-        ("toy_total", "test", 512),
-        ("fapo_critic", "train", 4096),
-        ("fapo_critic", "test", 512),
-    ):
-        rows = []
-        for index in range(count):
-            if source == "fapo_critic":
-                row = critic_row(*right_solution(rng, index % 2 == 0, made), split, index)
-            else:
-                problem = random_problem(rng, made.question if source == "toy" else TOTAL, made.lengths)
-                row = policy_row(problem, source, split, index)
-            rows.append(row)
-        write_table(rows, out_dir / f"{source}_{split}.parquet")
-
-
 def write_shop_rows(out_dir: Path, seed: int) -> None:
     """Write the two Parquet files of the shop."""
     rng = Random(f"{seed}/rows")
@@ -360,13 +334,6 @@ def write_table(rows: list[dict], path: Path) -> None:
     print(f"{path}: {len(rows)} rows")
 
 
-def copy_shipped(out_dir: Path) -> None:
-    """Copy the models of toy/models/ into this directory."""
-    for name in ("policy", "judge"):
-        shutil.copytree(SHIPPED / name, out_dir / name, dirs_exist_ok=True)
-        print(f"{out_dir / name}: the warm-started {name} from {SHIPPED}")
-
-
 def main(config: Config) -> None:
     kind = KINDS.get(config.kind)
     config.out_dir.mkdir(parents=True, exist_ok=True)
@@ -379,7 +346,8 @@ def main(config: Config) -> None:
     else:
         if kind.stop_at:
             kind = kind._replace(stop_at=config.stop_at)
-        write_rows(config.out_dir, config.seed, config.kind)
+        for name, rows in make_rows(config.kind, {"seed": config.seed}).items():
+            write_table(rows, config.out_dir / f"{name}.parquet")
         tokenizer = build_tokenizer(tokenizer_corpus(rng, kind))
     arguments = (config.models, tokenizer, config.out_dir, config.seed, kind, config.stop_at)
     torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # one process per model
