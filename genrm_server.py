@@ -774,8 +774,9 @@ class KeyGuard:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
+    import router
     try:
-        servers = ModelServers(tyro.cli(Config, config=[tyro.conf.DisallowNone]))
+        servers = ModelServers(router.cli(Config))
         try:
             while True:
                 servers.check()

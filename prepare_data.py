@@ -27,6 +27,7 @@ import csv
 import importlib
 import json
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -515,6 +516,8 @@ def prepare(config: Config) -> dict[str, int]:
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
     try:
         prepare(tyro.cli(Config, description=__doc__.partition("Needs ")[0], config=[tyro.conf.DisallowNone]))
     except (ValueError, OSError) as error:

@@ -775,12 +775,19 @@ async def serve(config: Config) -> None:
         await router.stop()
 
 
+def cli(config):
+    """Parse this script's command line."""
+    if {"-h", "--help"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
+    return tyro.cli(config, config=[tyro.conf.DisallowNone])
+
+
 if __name__ == "__main__":
     # Each running request needs two file descriptors, and the usual limit is 1,024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        uvloop.run(serve(tyro.cli(Config)))
+        uvloop.run(serve(cli(Config)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

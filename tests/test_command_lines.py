@@ -119,8 +119,11 @@ def test_a_script_in_a_folder_starts_in_both_ways_and_shows_the_documented_one(p
         assert said.startswith(f"usage: python -m {name} [-h]") and not errors, errors
 
 
-@pytest.mark.parametrize("command", [["grpo_trainer.py"], ["score_file.py"], ["-m", "tools.view_run"]],
-                         ids=lambda command: command[-1])  # fmt: skip
+HELP = ("grpo_trainer.py", "score_file.py", "-m tools.view_run", "prepare_data.py", "router.py",
+        "genrm_server.py")  # fmt: skip
+
+
+@pytest.mark.parametrize("command", map(str.split, HELP), ids=HELP)
 def test_help_for_a_reader_who_has_seen_enough(command):
     """This happens in `--help | head -1`."""
     read, write = os.pipe()
