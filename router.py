@@ -464,8 +464,10 @@ class Router:
         worker.in_flight += 1
         return worker
 
-    async def choose(self, tried: list[Worker], suspect: bool, deadline: float, session: str):
+    async def choose(self, tried: list, avoided: list, suspect: bool, deadline: float, session: str):
         """Choose a server as `acquire` does, but let some requests wait. Return None if there is no server.
+
+        An `avoided` server is chosen only if there is no other one.
 
         A request that has not reached a living server may wait for one. A request whose server died is a
         suspect and waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that
@@ -476,7 +478,7 @@ class Router:
         if suspect:
             turn = self.suspects
         else:
-            worker = self.acquire(tried, session)
+            worker = self.acquire(tried + avoided, session) or self.acquire(tried, session)
             if worker or tried:
                 return worker
         self.waiting += 1
@@ -505,21 +507,16 @@ class Router:
         config = self.config
         deadline = time.monotonic() + config.request_timeout
         headers = self.headers_for_servers(request)
-        tried = []  # living servers that have seen the request
-        unreachable = []  # the server to which the router could not open a connection, if any
-        deaths = 0  # servers that died while working on the request
-        attempts = 0
-        answer, problem = None, ""
         session = request.headers.get("X-Session-Id", "")
-        while attempts < config.max_attempts:
-            worker = None
-            if unreachable and not deaths:
-                worker = self.acquire(tried + unreachable, session)
-            if not worker:
-                worker = await self.choose(tried, deaths > 0, deadline, session)
+        tried = []  # living servers that have seen the request
+        avoided = []  # the server for which the router lacked a connection, if any
+        fates = []  # what became of each server that has seen the request (see `judge_failure`)
+        answer, problem = None, ""
+        while len(fates) < config.max_attempts:
+            worker = await self.choose(tried, avoided, "dead" in fates, deadline, session)
             if not worker:
                 break
-            if attempts:
+            if fates:
                 worker.retries += 1
             begun = time.monotonic()
             error = None
@@ -532,32 +529,62 @@ class Router:
             except (aiohttp.ClientError, OSError) as caught:
                 error = caught
                 problem = f"{worker.url}: {error_text(error)}"
-                if self.lacks_something(error):
-                    if not session:
-                        unreachable = [worker]  # A lack of ports may concern only connections to this server.
-                    await asyncio.sleep(0.2)  # Requests that finish in the meantime free what is lacking.
-                    continue
-                if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
-                    worker.failures += 1
-                    self.set_health(worker, False, problem)
-                    continue  # No server has seen the request.
-            ended = time.monotonic()
-            if ended >= deadline - CLOCK_ERROR:
+            seconds = time.monotonic() - begun
+            fate = await self.judge_failure(worker, error, problem, deadline)
+            if fate == "late":
                 limit = f"{config.request_timeout:g} s; start router.py with a higher --request-timeout"
                 return error_response(504, f"no response within {limit}")
-            attempts += 1
-            worker.failures += 1
-            state = await self.examine(worker, error, problem)
-            if state == "alive":
+            if fate == "lacking" and not session:
+                avoided = [worker]  # A lack of ports may concern only connections to this server.
+            if fate in ("lacking", "unreachable"):
+                continue  # No server has seen the request.
+            fates.append(fate)
+            if fate == "alive":
                 tried.append(worker)
-            elif state == "dead":
-                deaths += 1
-                if deaths > 2 or (deaths > 1 and ended - begun < ALONE_SECONDS):
-                    text = f"the request killed {deaths} servers (last: {problem}); do not send it again"
-                    return error_response(422, text)
+            deaths = fates.count("dead")
+            if fate == "dead" and (deaths > 2 or (deaths > 1 and seconds < ALONE_SECONDS)):
+                text = f"the request killed {deaths} servers (last: {problem}); do not send it again"
+                return error_response(422, text)
         if answer:
             return answer
         return self.unavailable(problem)
+
+    async def judge_failure(self, worker: Worker, error: Exception | None, problem: str, deadline) -> str:
+        """Find out why a server failed a request, and update the server's health.
+
+        Returns:
+            lacking: The router lacks something for a connection.
+            unreachable: The server accepts no connection.
+            late: The time limit of the request has passed.
+            alive: The server is alive. It may hang.
+            dead: The server has died, perhaps because of the request.
+            silent: The server's health check timed out, which does not count as a death.
+        """
+        if self.lacks_something(error):
+            await asyncio.sleep(0.2)  # Requests that finish in the meantime free what is lacking.
+            return "lacking"
+        if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+            worker.failures += 1
+            self.set_health(worker, False, problem)
+            return "unreachable"
+        if time.monotonic() >= deadline - CLOCK_ERROR:
+            return "late"
+        worker.failures += 1
+        # The server hangs, or the keepalive probes of the connection got no response.
+        timed_out = isinstance(error, TimeoutError) or getattr(error, "errno", 0) == errno.ETIMEDOUT
+        if timed_out and worker.hangs:
+            return "alive"
+        if timed_out and worker.is_silent:
+            return "silent"
+        if worker.polls_failed or not (await self.get_health(worker))[0]:
+            self.set_health(worker, False, f"{problem}, and its health check fails")
+            broken = error and not timed_out
+            return "silent" if worker.is_silent and not broken else "dead"
+        worker.failed_in_a_row += 1
+        is_last = sum(one.healthy for one in self.workers.values()) == 1
+        if worker.failed_in_a_row >= self.config.unhealthy_after and not is_last:
+            self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
+        return "alive"
 
     def note_answer(self, worker: Worker, path: str, begun: float) -> None:
         """Remember that the server answers requests to the path, for `count_unanswered`."""
@@ -593,27 +620,6 @@ class Router:
             self.set_health(worker, False, f"it hangs: {count} requests in a row to {path} got no answer "
                                            "although other servers answered; restart the server")
             self.move_requests(worker)
-
-    async def examine(self, worker: Worker, error: Exception | None, problem: str) -> str:
-        """Find out what became of a server that failed a request, and update its health.
-
-        Returns alive, dead, or silent: its health check timed out, which does not count as a death.
-        """
-        # The server hangs, or the keepalive probes of the connection got no response.
-        timed_out = isinstance(error, TimeoutError) or getattr(error, "errno", 0) == errno.ETIMEDOUT
-        if timed_out and worker.hangs:
-            return "alive"
-        if timed_out and worker.is_silent:
-            return "silent"
-        if worker.polls_failed or not (await self.get_health(worker))[0]:
-            self.set_health(worker, False, f"{problem}, and its health check fails")
-            broken = error and not timed_out
-            return "silent" if worker.is_silent and not broken else "dead"
-        worker.failed_in_a_row += 1
-        is_last = sum(one.healthy for one in self.workers.values()) == 1
-        if worker.failed_in_a_row >= self.config.unhealthy_after and not is_last:
-            self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
-        return "alive"
 
     def unavailable(self, problem: str) -> web.Response:
         if not problem:
