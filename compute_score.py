@@ -142,11 +142,15 @@ def _members(answer):
         token = todo.pop()
         if token == "{":
             groups.append(wanted)
-            token = token if wanted else ""
+            if not wanted:
+                token = ""
             wanted = 0
         elif token == "}":
-            wanted = groups.pop() if groups else 0
-            token = token if wanted else ""
+            wanted = 0
+            if groups:
+                wanted = groups.pop()
+            if not wanted:
+                token = ""
             wanted = max(0, wanted - 1)
         elif wanted:  # In LaTeX an argument without braces is one character or one command.
             size = len(token) if token[0] == "\\" else 1
@@ -230,7 +234,7 @@ def _name_value_unit(text):
     value, unit, rate, power = (_UNIT.fullmatch(value) or re.fullmatch("(.*)()()()", value)).groups("")
     names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
     constants = [head for head in heads if _CONSTANT.fullmatch(head)]
-    name = names[0] if names else ""
+    name = "".join(names[:1])
     if len(heads) == 1 and _SUM.fullmatch(heads[0]) and re.fullmatch(r"[1-9]\d*", value):
         name = heads[0]
     elif len(names) + len(constants) < len(heads) or constants and not _CONSTANT.fullmatch(value):
@@ -256,7 +260,9 @@ def _values(parts):
     """
     values = ", ".join(value for _, value, _ in parts)
     values = re.sub(r"\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
-    return f"({values})" if len({name for name, _, _ in parts if name}) > 1 else values
+    if len({name for name, _, _ in parts if name}) > 1:
+        return f"({values})"
+    return values
 
 
 def _agree(parts, true_parts):
@@ -964,7 +970,9 @@ def _read_reply(reply):
         text = "".join(text)  # This raises TypeError if the content is not text.
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply is not a chat completion: {reply!s:.200}") from error
-    status = "truncated" if end in ("length", "abort") else "ok"
+    status = "ok"
+    if end in ("length", "abort"):
+        status = "truncated"
     return status, text, usage.get("completion_tokens") or 0, end == "abort"
 
 
@@ -987,7 +995,9 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
         verdict |= {"genrm_error": text, "critique": ""}
     elif status == "ok":
         # With a raw prompt, the judge numbers the steps itself, so any index is valid.
-        count = None if prompt_style == "raw" else len(split_paragraphs(solution))
+        count = None
+        if prompt_style != "raw":
+            count = len(split_paragraphs(solution))
         verdict["first_wrong"] = parse_critique(text, count)
         if verdict["first_wrong"] is None:
             verdict["genrm_status"] = "unparsable"
@@ -1076,7 +1086,9 @@ async def compute_score_fapo(
     first_wrong = verdict["first_wrong"]
     if first_wrong is None and on_no_verdict == "rule":
         first_wrong = verdict["first_wrong"] = -1
-    flawed = None if first_wrong is None else first_wrong != -1
+    flawed = None
+    if first_wrong is not None:
+        flawed = first_wrong != -1
     if result["acc"] is False:  # A wrong answer is not a flawed positive, whatever the judge says.
         flawed = False
     if flawed is None and not only_measures:
@@ -1130,14 +1142,12 @@ def compute_score_fapo_genrm(
     if acc:
         score = 1.0 - abs(pred - truth) / total_steps
     result = {"score": score, "acc": acc, "exact": exact, "gt": truth}
-    if on_no_verdict != "rule":
-        result |= {
-            "pred": pred,
-            "recall": acc if flawed else None,
-            "location": exact if flawed else None,
-            "sound_kept": None if flawed else acc,
-        }
-    return result
+    if on_no_verdict == "rule":
+        return result
+    rates = {"pred": pred, "recall": None, "location": None, "sound_kept": acc}
+    if flawed:
+        rates |= {"recall": acc, "location": exact, "sound_kept": None}
+    return result | rates
 
 
 def _read_label(ground_truth, extra_info):
