@@ -298,8 +298,10 @@ def single_answer(ground_truth, data_source="") -> str:
     if isinstance(found, (str, int, float)) and found == found:  # NaN does not equal itself.
         answer = _answer_in(str(found).strip())
     if not answer:
-        raise ValueError(f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
-                         "answer; pass a reward function that supports this data source")  # fmt: skip
+        raise ValueError(
+            f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "
+            "answer; pass a reward function that supports this data source"
+        )
     return answer
 
 
@@ -429,6 +431,7 @@ def _graders(process):
 def _compare(sides):
     """Compare two answers with math-verify."""
     from math_verify import parse, verify
+
     boxes = [f"\\boxed{{{side}}}" for side in sides]
     parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
     return verify(*parsed, timeout_seconds=None, raise_on_error=True)
@@ -498,6 +501,7 @@ def _math_verify(answer, truth):
     The call blocks, but is thread-safe.
     """
     import math_verify  # noqa: F401  (Child processes share what is imported before the fork.)
+
     if answer == truth or is_equal(answer, truth):
         return True
     parts, true_parts = _parts(answer), _parts(truth)
@@ -658,8 +662,10 @@ def policy_text(solution_str: str, turns=()) -> str:
     """
     for text in (solution_str, *(turn["text"] for turn in turns or ())):
         if not isinstance(text, str):
-            raise ValueError(f"solution_str (column `response`): {text!r:.80} is not a text; write one row "
-                             "with one text per response")  # fmt: skip
+            raise ValueError(
+                f"solution_str (column `response`): {text!r:.80} is not a text; write one row "
+                "with one text per response"
+            )
     if not turns:
         return solution_str
     return "\n\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
@@ -718,6 +724,7 @@ SHARED_ANSWERS = 1024  # Identical requests come from one group, so a few recent
 
 class _SharedAnswer(asyncio.Lock):
     """The answer to identical requests. The first caller sends its request; the others wait for the lock."""
+
     answer = None
 
 
@@ -828,8 +835,10 @@ async def served_model(address: str, model: str | None = None) -> dict:
             if not found:
                 raise ValueError(f"http://{address} does not serve the model {model!r}; it serves {names}")
             if len({card.get("root") or card["id"] for card in found}) > 1:
-                raise ValueError(f"http://{address} serves several models ({names}); choose one with "
-                                 "genrm_model (`model` in a call of chat)")  # fmt: skip
+                raise ValueError(
+                    f"http://{address} serves several models ({names}); choose one with "
+                    "genrm_model (`model` in a call of chat)"
+                )
             _served[address, model] = found[0]
         return _served[address, model]
 
@@ -938,8 +947,10 @@ async def _check_name(address, model):
     with contextlib.suppress(Exception):  # Some servers have no list.
         names = [str(card["id"]) for card in await listed_models(address)]
     if model not in names:
-        raise ValueError(f"the requests are for the model {model!r}, but http://{address} serves "
-                         f"{', '.join(names)}; serve {model!r} again, or start a new run")  # fmt: skip
+        raise ValueError(
+            f"the requests are for the model {model!r}, but http://{address} serves "
+            f"{', '.join(names)}; serve {model!r} again, or start a new run"
+        )
 
 
 def _read_reply(reply):
@@ -976,8 +987,13 @@ def _read_reply(reply):
     return status, text, usage.get("completion_tokens") or 0, end == "abort"
 
 
-NOT_ASKED = {"first_wrong": None, "genrm_status": "skipped", "genrm_error": "", "genrm_shared": False,
-             "critique": ""}  # fmt: skip
+NOT_ASKED = {
+    "first_wrong": None,
+    "genrm_status": "skipped",
+    "genrm_error": "",
+    "genrm_shared": False,
+    "critique": "",
+}
 
 
 async def judge_solution(problem, answer, solution, address, prompt_style="tagged", **settings) -> dict:

@@ -431,8 +431,10 @@ class ModelServers:
         read = found["prompt"]
         if read.split() == PROBE.split() or "".join(read.split()) != "".join(PROBE.split()):
             return ""  # A small vocabulary may lack letters of the text.
-        return (f"reads {PROBE!r} as {read!r}; set \"tokenizer_class\" to \"PreTrainedTokenizerFast\" in "
-                f"{self.config.model}/tokenizer_config.json")  # fmt: skip
+        return (
+            f'reads {PROBE!r} as {read!r}; set "tokenizer_class" to "PreTrainedTokenizerFast" in '
+            f"{self.config.model}/tokenizer_config.json"
+        )
 
     def leave(self, slot: ServerSlot) -> None:
         """Remove a server from the router."""

@@ -65,13 +65,14 @@ INT = pa.int64()
 
 
 def _schema(ground_truth, **extra):
-    return pa.schema({
+    fields = {
         "data_source": TEXT,
         "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
         "ability": TEXT,
         "reward_model": pa.struct({"style": TEXT, "ground_truth": ground_truth}),
         "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra),
-    })
+    }
+    return pa.schema(fields)
 
 
 REASONING = _schema(TEXT)
@@ -141,8 +142,10 @@ def read_rows(path: Path, needed=()) -> list[dict]:
     for number, row in enumerate(rows):
         for column in needed:
             if column not in row:
-                raise ValueError(f"{path}, row {number}: the column {column!r} is missing; the row has only "
-                                 f"{', '.join(row)}")  # fmt: skip
+                raise ValueError(
+                    f"{path}, row {number}: the column {column!r} is missing; the row has only "
+                    f"{', '.join(row)}"
+                )
         about = row.get("reward_model")
         truth = about.get("ground_truth") if isinstance(about, dict) else None
         if needed and (truth is None or truth != truth):  # Empty cells of a table may be NaN.
@@ -186,8 +189,10 @@ def _final_answer(raw, columns):
         raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number")
     answer = str(answer).strip()
     if last_boxed_only_string(answer) not in (None, answer):
-        raise ValueError(f"column {column!r} is a worked solution ({answer[:60]!r}); add a column 'answer' "
-                         "with only the final answer")  # fmt: skip
+        raise ValueError(
+            f"column {column!r} is a worked solution ({answer[:60]!r}); add a column 'answer' "
+            "with only the final answer"
+        )
     return column, answer
 
 
@@ -329,14 +334,17 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
     files = [path for path in sorted(source_dir.iterdir()) if serves(path, source)]
     if not files:
         name = source.data_source
-        raise OSError(f"--source-dir {source_dir}: there is no file for {name} (split {source.split}); add a "
-                      f"file whose name starts with {name}")  # fmt: skip
+        raise OSError(
+            f"--source-dir {source_dir}: there is no file for {name} (split {source.split}); add a "
+            f"file whose name starts with {name}"
+        )
     return files
 
 
 def hub_files(source: Source) -> list[Path]:
     """Download a data set from the Hugging Face Hub or find it in the cache. Raise OSError on failure."""
     from huggingface_hub import snapshot_download
+
     print(f"{source.data_source} {source.split}: fetching {source.repo} ({source.files}) ...")
     try:
         folder = snapshot_download(source.repo, repo_type="dataset", allow_patterns=[source.files])
@@ -346,8 +354,10 @@ def hub_files(source: Source) -> list[Path]:
         raise OSError(f"--tasks {source.task}: cannot download {source.repo} ({why}); {remedy}") from error
     files = sorted(Path(folder).rglob(source.files))
     if not files:
-        raise OSError(f"--tasks {source.task}: {source.repo} has no file that matches {source.files}; "
-                      "download the data and pass --source-dir")  # fmt: skip
+        raise OSError(
+            f"--tasks {source.task}: {source.repo} has no file that matches {source.files}; "
+            "download the data and pass --source-dir"
+        )
     return files
 
 
@@ -399,8 +409,10 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
             validate_row(row, where)
             rows.append(row)
     if left_out:
-        print(f"{source.data_source} {source.split}: left out {len(left_out)} rows whose answer is a word "
-              f'for "no answer", such as "proof" (the first: {left_out[0]})')  # fmt: skip
+        print(
+            f"{source.data_source} {source.split}: left out {len(left_out)} rows whose answer is a word "
+            f'for "no answer", such as "proof" (the first: {left_out[0]})'
+        )
     if not rows:
         raise ValueError(f"{left_out[0]}: this row and all others have no answer; add a column 'answer'")
     return rows
@@ -480,8 +492,10 @@ def prepare(config: Config) -> dict[str, int]:
             raise ValueError(f"--tasks {task}: unknown task; choose from {choices}, reasoning_gym:NAME")
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"--tasks reasoning_gym:{name}: occurs twice; pass it once, or use a separate "
-                             "--out-dir for each run")  # fmt: skip
+            raise ValueError(
+                f"--tasks reasoning_gym:{name}: occurs twice; pass it once, or use a separate "
+                "--out-dir for each run"
+            )
     config.out_dir = config.out_dir.expanduser()
     config.out_dir.mkdir(parents=True, exist_ok=True)
     if "toy" in config.tasks:

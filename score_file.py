@@ -36,6 +36,7 @@ COLUMNS = {
 @dataclasses.dataclass
 class Config(RewardOptions):
     """Score a file of responses with a reward function."""
+
     data: Path  # Parquet or JSONL file with the columns data_source, reward_model, extra_info, response.
     # Output file: .jsonl, or .parquet if --data is also a .parquet file. Additional columns: reward_score,
     # status and reward_extra_info (JSON).
@@ -58,9 +59,11 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
         if number == 0 or isinstance(entry, dict):
             changed = changes_between(entry, header)
             if changed:
-                raise ValueError(f"{partial} belongs to a run with different data, a different judge or a "
-                                 f"different reward function (not the same: {', '.join(changed)}); delete "
-                                 "the file")  # fmt: skip
+                raise ValueError(
+                    f"{partial} belongs to a run with different data, a different judge or a "
+                    f"different reward function (not the same: {', '.join(changed)}); delete "
+                    "the file"
+                )
         else:
             row, result = entry
             done[row] = result
@@ -123,13 +126,8 @@ def summary(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def run(config: Config):
-    """Score the file. Raise ValueError or OSError for invalid input, RuntimeError for too few scores."""
-    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # results so far
-    if config.resume and config.out.exists() and not partial.exists():
-        print(f"{config.out} is already complete; to score all rows again, run without --resume")
-        return
-    job = config.check_rewards()
+def read_samples(config: Config, job) -> list[dict]:
+    """Read the rows of --data. Raise ValueError if the rows or the name of --out do not fit."""
     needed = ["data_source", "reward_model", "response"]
     needed += [name for name, is_needed in job.columns.items() if is_needed]
     if job.sees_group:
@@ -137,7 +135,6 @@ def run(config: Config):
     rows = read_rows(config.data, needed)
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
-
     check_row = row_checker(job)
     for number, row in enumerate(rows):
         try:
@@ -146,9 +143,21 @@ def run(config: Config):
             raise ValueError(f"--data {config.data}, row {number}: {error}") from error
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
-            raise ValueError(f"--data {config.data}: the result would overwrite the column {min(theirs)!r}; "
-                             "rename the column")  # fmt: skip
+            raise ValueError(
+                f"--data {config.data}: the result would overwrite the column {min(theirs)!r}; "
+                "rename the column"
+            )
+    return rows
 
+
+def run(config: Config):
+    """Score the file. Raise ValueError or OSError for invalid input, RuntimeError for too few scores."""
+    partial = config.out.with_name(config.out.name + ".partial.jsonl")  # results so far
+    if config.resume and config.out.exists() and not partial.exists():
+        print(f"{config.out} is already complete; to score all rows again, run without --resume")
+        return
+    job = config.check_rewards()
+    rows = read_samples(config, job)
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "reward_fn": config.reward_fn,
         # The arguments may contain keys, so the file gets only their digest.

@@ -89,14 +89,15 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
             held_out.add(question)
         about = {"split": split, "index": index, "question": question, "task": task, "settings": text}
         answer = entry["answer"]
-        rows[split].append({
+        row = {
             "data_source": f"reasoning_gym_{task}",
             "prompt": [{"role": "user", "content": question + SUFFIX}],
             "ability": "Reasoning",
             # Some tasks accept many answers and do not list any of them.
             "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
             "extra_info": about,
-        })
+        }
+        rows[split].append(row)
     return rows
 
 
@@ -158,7 +159,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, turns=())
 
 
 def compute_score_shaped(
-    data_source, solution_str, ground_truth, extra_info, turns=(), number=0.3, box=0.1) -> dict:  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, turns=(), number=0.3, box=0.1
+) -> dict:
     """Score like `compute_score`, but give at least `box` for a box, and `number` for a correct last number.
 
     This reward suits a model that often answers correctly but rarely uses a box. With `compute_score`, all

@@ -61,7 +61,6 @@ class Config:
     timeout_s: float = 3600.0  # Time limit for one critique with all attempts and queueing, in seconds.
     limit: int | None = None  # Number of rows to use, from the start of the file. Default: all rows.
 
-
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""
         for name in ("n", "limit", "max_tokens", "concurrency"):
@@ -185,8 +184,10 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
     rows = read_rows(path, ["data_source", "prompt", "reward_model", "extra_info"])[:limit]
     for number, row in enumerate(rows):
         if row.get("ability") != "math_critic":
-            raise ValueError(f"{path}, row {number}: ability is {row.get('ability')!r}; judge rows have "
-                             "'math_critic' (see prepare_data.py)")  # fmt: skip
+            raise ValueError(
+                f"{path}, row {number}: ability is {row.get('ability')!r}; judge rows have "
+                "'math_critic' (see prepare_data.py)"
+            )
         validate_row(row, f"{path}, row {number}")
         extra = row["extra_info"]
         row["prompt"] = messages_of(row["prompt"], f"{path}, row {number}")
@@ -208,8 +209,10 @@ def messages_of(prompt, where: str) -> list[dict]:
     except (TypeError, KeyError):
         messages = []
     if not messages or not all(isinstance(message["content"], str) for message in messages):
-        raise ValueError(f"{where}: prompt is {prompt!r:.60}; it must be a list of messages, each with the "
-                         "keys role and content (a text)")  # fmt: skip
+        raise ValueError(
+            f"{where}: prompt is {prompt!r:.60}; it must be a list of messages, each with the "
+            "keys role and content (a text)"
+        )
     return messages
 
 
@@ -220,8 +223,10 @@ def model_name(config: Config) -> str:
     try:
         cards = listed_models(config.router_address)
     except Exception as error:  # The address may belong to another kind of server.
-        raise OSError(f"--router-address {config.router_address}: cannot get the model name "
-                      f"({error!r}); check that the judge is running, or pass --model") from error
+        raise OSError(
+            f"--router-address {config.router_address}: cannot get the model name "
+            f"({error!r}); check that the judge is running, or pass --model"
+        ) from error
     return only_model(cards, config.router_address, "--model NAME")["id"]
 
 

@@ -50,8 +50,10 @@ def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
             metrics.pop()
     whole = len(metrics) > 1 and has_evaluation(metrics[0]) and has_evaluation(metrics[-1])
     if torn or not whole:
-        raise ValueError(f"--runs {run}: the run lacks its first or last evaluation; wait until it has "
-                         "finished, or resume it")  # fmt: skip
+        raise ValueError(
+            f"--runs {run}: the run lacks its first or last evaluation; wait until it has "
+            "finished, or resume it"
+        )
     return metrics
 
 

@@ -102,8 +102,10 @@ def parse_problem(text: str) -> Problem:
     asked = r"Remainder mod [2-9]\?|How many\?|More than \d+\?"
     match = re.fullmatch(rf"(\w+) has (\d+) (\w+)((?:, (?:gets|loses) \d+)+)\. ({asked})", text.strip())
     if not match:
-        raise ValueError(f"question: {text!r} is not a problem of the toy world; prepare the data with "
-                         "prepare_data.py --tasks toy")  # fmt: skip
+        raise ValueError(
+            f"question: {text!r} is not a problem of the toy world; prepare the data with "
+            "prepare_data.py --tasks toy"
+        )
     name, start, item, story, question = match.groups()
     signed = story.replace(", gets ", " ").replace(", loses ", " -")
     return Problem(name, item, int(start), tuple(map(int, signed.split())), question)
@@ -315,8 +317,16 @@ compute_score_baseline = watched(scores.compute_score_baseline)  # A judge can o
 
 
 def compute_score_fapo_oracle(
-    data_source, solution_str, ground_truth, extra_info, *,
-    penalty=1.0, recall=1.0, judge_wrong=True, place=0.0) -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    *,
+    penalty=1.0,
+    recall=1.0,
+    judge_wrong=True,
+    place=0.0,
+) -> dict:
     """Return FAPO's score with the oracle as a perfect judge (paper eq. 8).
 
     Args:
