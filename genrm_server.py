@@ -650,6 +650,7 @@ class VllmServer(Process):
     """
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
+        import router
         self.model = config.model
         self.host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # Ray may restart the actor on another node.
@@ -700,8 +701,7 @@ class VllmServer(Process):
             command += ["--max-model-len", str(config.max_model_len)]
         command += config.vllm_args
         log = config.log_dir / f"server_{index}.log"
-        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
-        super().__init__(log, command, env, f"http://{host}:{port}", all_cores)
+        super().__init__(log, command, env, f"http://{router.address_of(self.host, port)}", all_cores)
 
     def node(self) -> str:
         """Return the ID of the Ray node on which this actor runs."""
