@@ -70,8 +70,28 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
     return {row: result for row, result in done.items() if result["reward_score"] is not None}
 
 
-def score_the_rest(options, samples, done, partial: Path, header, on_result=lambda _: None):
-    """Score the samples missing from `done`, add results to `done` and `partial`, and return the seconds."""
+def score_samples(
+    options, samples: dict, partial: Path, header, resume, groups=(), on_result=lambda done: None
+):
+    """Score the samples that have no score in the file `partial`, and write each result there immediately.
+
+    Args:
+        options: The RewardOptions.
+        samples: {key: sample}. Results are kept by key.
+        header: What the results depend on (see `scored_before`).
+        groups: Lists of keys whose samples are scored together.
+        on_result: This function is called with all results so far after each new result.
+
+    Returns:
+        {key: result}, the number of samples that were scored now, and the seconds this took.
+    """
+    done = scored_before(partial, header, resume)
+    for group in groups:
+        if not done.keys() >= set(group):
+            for key in group:
+                done.pop(key, None)
+    if done:
+        print(f"resuming: {len(done):,} of {len(samples):,} samples already have a score")
     left = [key for key in samples if key not in done]
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
@@ -84,11 +104,11 @@ def score_the_rest(options, samples, done, partial: Path, header, on_result=lamb
             key = left[position]
             done[key] = result
             file.write(json.dumps([key, result]) + "\n")
-            on_result(result)
+            on_result(done)
 
         started = time.monotonic()
         manager.score_batch([samples[key] for key in left], note)
-        return time.monotonic() - started
+        return done, len(left), time.monotonic() - started
 
 
 def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
@@ -166,17 +186,8 @@ def run(config: Config):
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
         "files": job.files,
     } | config.judges()
-    done = scored_before(partial, header, config.resume)
-    if job.sees_group:
-        for group in by_group(rows):
-            if not done.keys() >= set(group):  # A group is scored as a whole.
-                for row in group:
-                    done.pop(row, None)
-    left = len(rows) - len(done)
-    if done:
-        print(f"resuming: {len(done):,} of {len(rows):,} samples already have a score")
 
-    def check(at_least):
+    def check(done, at_least):
         rate = no_verdict_rate(done.values(), at_least)
         if rate > config.max_no_verdict_rate:
             failed = [result for result in done.values() if result["reward_score"] is None]
@@ -184,17 +195,21 @@ def run(config: Config):
             last = failed[-1]["reward_extra_info"]
             raise RuntimeError(f"{text}; fix the cause and pass --resume (last failure: {last})")
 
-    def on_result(result):
+    def on_result(done):
         if len(done) % (100 + len(rows) // 100) == 0:  # A check reads all results, so checks must be rare.
             # Failures tend to arrive first, because a refused connection is faster than a critique.
-            check(1000)
+            check(done, 1000)
 
-    seconds = score_the_rest(config, dict(enumerate(rows)), done, partial, header, on_result)
-    check(1)
-    results = [done[row] for row in range(len(rows))]
+    groups = ()
+    if job.sees_group:
+        groups = by_group(rows)
+    samples = dict(enumerate(rows))
+    done, count, seconds = score_samples(config, samples, partial, header, config.resume, groups, on_result)
+    check(done, 1)
+    results = [done[row] for row in samples]
     write_rows(rows, results, config.data, config.out)
     partial.unlink()
-    print(f"scored {left:,} samples in {seconds:.1f} s ({left / seconds:,.0f} samples/s)")
+    print(f"scored {count:,} samples in {seconds:.1f} s ({count / seconds:,.0f} samples/s)")
     print(summary(results) + f"\nwritten to {config.out}")
 
 

@@ -245,12 +245,14 @@ def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_fo
         genrm=(str(judge_folder),), genrm_vllm_args="--api-key hush", resume=True,
         reward_kwargs='{"genrm_chat_kwargs": {"note": "hush"}}')  # fmt: skip
     headers = []
+    read = score_file.scored_before
 
-    def begin(options, samples, done, partial, header, on_result):
+    def begin(partial, header, resume):
         headers.append(json.dumps(header))
+        read(partial, header, resume)
         raise RuntimeError("the scoring begins")
 
-    monkeypatch.setattr(score_file, "score_the_rest", begin)
+    monkeypatch.setattr(score_file, "scored_before", begin)
 
     def start(change=lambda: None, **changes):
         change()

@@ -40,7 +40,7 @@ from command_line import cli, json_object, one_line_errors
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, listed_models, only_model, served_models
 from reward_worker import fingerprints, flag
-from score_file import score_the_rest, scored_before
+from score_file import score_samples
 
 
 @dataclass
@@ -249,8 +249,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     files = fingerprints(scores.__file__)
     header = chat | {"files": files, "models": served_models({"genrm": config.router_address}, chat["model"])}
     progress = Path(f"{config.out}.jsonl")
-    done = scored_before(progress, header, resume=True)  # {name of a critique: result}
-    samples = {}
+    samples = {}  # {name of a critique: row}
     for row in rows:
         for name in names_of(row, config.n):
             samples[name] = row
@@ -262,7 +261,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
         max_in_flight=config.concurrency,
         timeout=config.timeout_s + 60,
     )
-    score_the_rest(options, samples, done, progress, header)
+    done, *_ = score_samples(options, samples, progress, header, resume=True)
     for row in rows:
         row["critiques"] = []
         for name in names_of(row, config.n):
