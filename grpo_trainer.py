@@ -7,9 +7,10 @@
         --num-threads 1
 
 Read `train` first: it is the algorithm. The other functions are in the order in which a sample passes through
-them. Advantages and losses are in algorithm.py, the update in policy.py, the model's log-probabilities in
-causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in reward_loop.py, starting,
-stopping and resuming in run.py, and output files and metrics in run_folder.py.
+them. From prompt to update, a sample is one policy.Sample, in which each stage fills in more fields; a list of
+samples of one prompt is a group. Advantages and losses are in algorithm.py, the update in policy.py, the
+model's log-probabilities in causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in
+reward_loop.py, starting, stopping and resuming in run.py, and output files and metrics in run_folder.py.
 
 On a CPU, the policy runs in this process unless --policy-ranks shards it. On GPUs, Ray places the ranks of
 the policy (cluster/), its servers and the judges, each on a whole GPU or a fraction of one. `python -m
@@ -67,12 +68,13 @@ def train(config: Config) -> Path | None:
     """
     with Run(config) as run:
 
-        def collect(batch: Batch) -> None:  # With --overlap, a thread calls this early.
+        def collect(batch: Batch) -> None:  # With --overlap, a thread calls this during the previous update.
             while batch.needs_prompts(run.config):  # Only --dynamic-sampling repeats this.
                 prompts = draw_prompts(run, batch)
-                rollouts = roll_out(run, batch, prompts)  # Each sample is scored as soon as it ends.
-                scored = await_rewards(run, batch, rollouts)
+                groups = roll_out(run, batch, prompts)  # Each sample is scored as soon as it ends.
+                scored = await_rewards(run, batch, groups)
                 batch.groups_to_train += compute_group_advantages(run, batch, scored)
+            finish_batch(run, batch)
 
         for step in run.steps(evaluate):  # The iterator also evaluates when it is due.
             with run.protected_step():  # If a rank dies, the run resumes from a checkpoint.
@@ -124,48 +126,36 @@ class Batch:
 
 
 def next_batch(run: Run, step: int, collect) -> Batch:
-    """Collect the batch of a step: samples with rewards and advantages, and the batch's metrics.
+    """Return the collected batch of a step: samples with rewards and advantages, and the batch's metrics.
 
-    With --overlap, the batch was prefetched, and the rollouts of the next step begin as soon as the rollouts
-    of this step have ended.
+    With --overlap, a thread collects each batch, and the rollouts of the next step begin as soon as the
+    rollouts of this step have ended.
     """
-    if not run.config.overlap:
-        batch = Batch(step, run.config.temperature)
-        collect_batch(run, batch, collect)
+    config = run.config
+
+    def start(step: int) -> Batch:
+        batch = Batch(step, config.temperature)
+        pool = ThreadPoolExecutor(1, f"step {step} ")
+        batch.collected = pool.submit(collect, batch)
+        pool.shutdown(wait=False)  # The thread exits when the batch is complete.
+        batch.collected.add_done_callback(lambda _: batch.rolled_out.set())
+        return batch
+
+    if not config.overlap:
+        batch = Batch(step, config.temperature)
+        collect(batch)
         return batch
     staleness = int(run.prefetched is not None)
-    batch = run.prefetched or start_prefetch(run, step, collect)
+    batch = run.prefetched or start(step)
     batch.rolled_out.wait()
     if batch.collected.done():
         batch.collected.result()  # This raises the error if collecting failed.
     run.prefetched = None
-    if step < run.config.total_steps:
-        run.prefetched = start_prefetch(run, step + 1, collect)
+    if step < config.total_steps:
+        run.prefetched = start(step + 1)
     batch.collected.result()
     batch.staleness = batch.metrics["rollout/staleness"] = staleness
     return batch
-
-
-def start_prefetch(run: Run, step: int, collect) -> Batch:
-    """Collect the batch of a step in a thread, during the previous step's update."""
-    batch = Batch(step, run.config.temperature)
-    pool = ThreadPoolExecutor(1, f"step {step} ")
-    batch.collected = pool.submit(collect_batch, run, batch, collect)
-    pool.shutdown(wait=False)  # The thread exits when the batch is complete.
-    batch.collected.add_done_callback(lambda _: batch.rolled_out.set())
-    return batch
-
-
-def collect_batch(run: Run, batch: Batch, collect) -> None:
-    """Collect a batch, choose at least one group for the update, and compute the batch's metrics."""
-    collect(batch)
-    groups = batch.groups_to_train
-    if run.config.dynamic_sampling and groups:  # An advantage may depend on all of them.
-        set_advantages(groups, run.config, run.decode)
-    if not groups:  # Then the update trains nothing, but still checks the sampler.
-        groups = batch.groups[-1:]
-    batch.groups_to_train = without_failures(groups) or without_failures(batch.groups)[-1:]
-    batch.metrics = batch_metrics(batch, run.config)
 
 
 def draw_prompts(run: Run, batch: Batch) -> list[tuple[dict, int]]:
@@ -302,6 +292,16 @@ def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]])
     return groups_to_train
 
 
+def finish_batch(run: Run, batch: Batch) -> None:
+    """Choose the groups to train on, at least one, and compute the batch's metrics."""
+    if run.config.dynamic_sampling and batch.groups_to_train:  # An advantage may depend on all of them.
+        set_advantages(batch.groups_to_train, run.config, run.decode)
+    # If no group has a learning signal, the update trains nothing, but still checks the sampler.
+    chosen = without_failures(batch.groups_to_train) or without_failures(batch.groups)[-1:]
+    batch.groups_to_train = chosen
+    batch.metrics = batch_metrics(batch, run.config)
+
+
 def check_failures(run: Run, batch: Batch, split: str) -> None:
     """Raise RuntimeError if too many rollouts of this batch have failed."""
     samples = list(chain(*batch.groups))
@@ -364,8 +364,8 @@ def evaluate(run: Run) -> None:
 def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
     """Sample and score responses to the validation rows: `count` per row, or as in --val-file and --val-n."""
     batch = Batch(run.step, temperature, run.config.val_top_p)
-    rollouts = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
-    batch.groups = await_rewards(run, batch, rollouts)
+    groups = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
+    batch.groups = await_rewards(run, batch, groups)
     check_failures(run, batch, "val")
     check_verdicts(run, batch, batch.groups, "val")
     return batch.groups
