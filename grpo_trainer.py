@@ -234,13 +234,14 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
 
 
 def scoring_row(sample: Sample, step: int) -> dict:
-    """Return what the reward loop needs to score a sample."""
-    row = sample.row | {"response": sample.text, "response_length": len(sample.response_ids), "step": step}
-    row["turns"] = sample.turns or [{"who": "policy", "text": sample.text}]
-    if sample.turns:
-        row["extra_info"] = (row["extra_info"] or {}) | sample.info
-        row["num_turns"] = len(sample.turns) + 1  # verl counts the prompt as a turn.
-    return row
+    """Return the row of a sample with what the reward loop needs to score it."""
+    return sample.row | {
+        "response": sample.text,
+        "response_length": len(sample.response_ids),
+        "turns": sample.turns or [{"who": "policy", "text": sample.text}],
+        "extra_info": (sample.row["extra_info"] or {}) | sample.info,
+        "step": step,
+    }
 
 
 def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:

@@ -266,7 +266,7 @@ def row_checker(job: Job):
 class ScoringCall:
     """One call of the function, for one sample or a group. The manager keeps it until a result arrives."""
     payload: bytes
-    lengths: dict[Future, int | None]  # future result of each sample -> number of response tokens
+    futures: dict[Future, int | None]  # future result of each sample -> number of response tokens
     losses: int = 0  # number of times that the call was lost: a process died, or Ray dropped the call
     http_tries: int = 0  # number of times that the call failed with an HTTP error or a broken connection
 
@@ -375,43 +375,24 @@ class RewardLoopManager:
         """
         if not self.job.sees_group and len(samples) > 1:
             return [self.submit(sample) for sample in samples]
-        row, lengths = samples[0], {}
+        futures = {}
         try:
-            texts = [text_of(sample["response"]) for sample in samples]
-            info = dict(row.get("extra_info") or {})
-            if "step" in row:
-                info["step"] = row["step"]
-            info.setdefault("num_turns", row.get("num_turns", 2))  # verl sets both keys for every sample.
-            info.setdefault("rollout_reward_scores", {})
-            arguments = {
-                "data_source": row["data_source"],
-                "ground_truth": row["reward_model"]["ground_truth"],
-                "extra_info": info,
-            }
-            for key, is_needed in self.job.columns.items():
-                if is_needed or key in row:
-                    arguments[key] = row[key]
-            if self.job.sees_group:  # Values that differ within the group are passed as lists.
-                arguments["solution_strs"] = texts
-                for key in {"response_length", "turns"} & arguments.keys():
-                    arguments[key] = [sample[key] for sample in samples]
-            else:
-                arguments["solution_str"] = texts[0]
+            arguments = arguments_of(self.job, samples)
             for sample in samples:
-                lengths[Future()] = sample["response_length"] if self.overlong else None
+                futures[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
             raise ValueError(f"the row has no column {error}; add the column (see docs/data.md)") from None
-        call = ScoringCall(pickle.dumps(arguments, protocol=5), lengths)
+        call = ScoringCall(pickle.dumps(arguments, protocol=5), futures)
         self._unfinished.add(call)
         if self._closed:  # An earlier check could miss a manager that is closing.
             raise RuntimeError(self._closed)
-        if None in texts:
-            response = samples[texts.index(None)]["response"]
-            message = f"column response: {response!r:.80} is not a text; pass one string per row"
+        unreadable = [sample["response"] for sample in samples if text_of(sample["response"]) is None]
+        if unreadable:
+            message = f"column response: {unreadable[0]!r:.80} is not a text; pass one string per row"
             self._loop.call_soon_threadsafe(self._finish, call, failure("error", message), 0.0)
         else:
             self._enqueue(call)
-        return list(lengths)
+        return list(futures)
 
     async def score_one(self, sample: dict) -> dict:
         """Score one sample. Any event loop can run this coroutine."""
@@ -477,7 +458,7 @@ class RewardLoopManager:
         if not self._ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use; start a new reward loop"
         for call in list(self._unfinished):
-            for future in call.lengths:
+            for future in call.futures:
                 with contextlib.suppress(InvalidStateError):  # The future may be cancelled or finished.
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
@@ -502,7 +483,7 @@ class RewardLoopManager:
                     self._loop.call_later(next_call - now, self._wake.set)
                     break
                 call = self._queue.popleft()
-                if all(future.done() for future in call.lengths):  # The caller cancelled the call.
+                if all(future.done() for future in call.futures):  # The caller cancelled the call.
                     self._unfinished.discard(call)
                     continue
                 next_call = now + seconds_per_call
@@ -587,9 +568,9 @@ class RewardLoopManager:
             call.http_tries += 1
             return
         self._unfinished.discard(call)
-        if len(outcomes) < len(call.lengths):  # A failed call has one outcome for all samples.
-            outcomes = outcomes * len(call.lengths)
-        for (future, length), (score, extra, status) in zip(call.lengths.items(), outcomes):
+        if len(outcomes) < len(call.futures):  # A failed call has one outcome for all samples.
+            outcomes = outcomes * len(call.futures)
+        for (future, length), (score, extra, status) in zip(call.futures.items(), outcomes):
             if status in ("error", "timeout"):
                 self._warn_once(f"a sample got no score ({status}): {extra['error']}")
             reward = score
@@ -721,6 +702,35 @@ def chosen_model(address: str, settings: dict) -> dict:
     if context and (settings.get("genrm_max_tokens") or 0) >= context:
         chosen["genrm_max_tokens"] = None  # Without a limit, the answer may fill the rest of the context.
     return chosen
+
+
+def arguments_of(job: Job, samples: list[dict]) -> dict:
+    """Return the function's keyword arguments for a sample, or for all samples of a prompt if it takes groups.
+
+    A sample is a row plus `response`. Raises KeyError if a column is missing.
+    """
+    row = samples[0]
+    info = dict(row.get("extra_info") or {})
+    if "step" in row:
+        info["step"] = row["step"]
+    num_turns = row.get("num_turns", 2)
+    if isinstance(row.get("turns"), list):
+        num_turns = 1 + len(row["turns"])  # verl counts the prompt as a turn.
+    info.setdefault("num_turns", num_turns)  # verl sets both keys for every sample.
+    info.setdefault("rollout_reward_scores", {})
+    arguments = {
+        "data_source": row["data_source"],
+        "ground_truth": row["reward_model"]["ground_truth"],
+        "extra_info": info,
+    }
+    for key, is_needed in job.columns.items():
+        if is_needed or key in row:
+            arguments[key] = row[key]
+    if not job.sees_group:
+        return arguments | {"solution_str": text_of(row["response"])}
+    for key in {"response_length", "turns"} & arguments.keys():  # These values differ within the group.
+        arguments[key] = [sample[key] for sample in samples]
+    return arguments | {"solution_strs": [text_of(sample["response"]) for sample in samples]}
 
 
 def text_of(response) -> str | None:

@@ -174,12 +174,7 @@ class RewardsHere:
         return [self.submit(sample) for sample in samples]
 
     def submit(self, sample):
-        arguments = {
-            "data_source": sample["data_source"],
-            "solution_str": sample["response"],
-            "ground_truth": sample["reward_model"]["ground_truth"],
-            "extra_info": {"num_turns": sample.get("num_turns", 2)} | sample["extra_info"],
-        } | {key: sample[key] for key in self.job.columns}
+        arguments = reward_loop.arguments_of(self.job, [sample])
         with asyncio.Runner() as runner:
             scored = json.loads(self.scorer.score_sync(pickle.dumps(arguments), runner))
         (((score, info, status),), _) = scored
