@@ -449,7 +449,7 @@ class ModelServers:
         if isinstance(slot.server, Process):
             return function(*args)
         import ray
-        if not ray.is_initialized():  # A remote call would start a new Ray cluster without the actor.
+        if not ray.is_initialized():  # A remote call would fail without saying why.
             raise RuntimeError("Ray was shut down while servers were running")
         return ray.get(function.remote(*args))
 

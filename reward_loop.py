@@ -63,8 +63,6 @@ BLOCKED = ("a reward worker does not respond: its async reward function blocks t
            "operations, or define the function with `def`")  # fmt: skip
 FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # only for functions that name them
 
-# Without this setting, a call after Ray's shutdown would start another cluster.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 log = logging.getLogger("reward_loop")
 
 
@@ -462,9 +460,8 @@ class RewardLoopManager:
                 with contextlib.suppress(InvalidStateError):  # The future may be cancelled or finished.
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
-            if self._ray.is_initialized():  # Otherwise there is nothing to kill.
-                with contextlib.suppress(self._ray.exceptions.RayError):  # The worker may have ended already.
-                    self._ray.kill(worker.actor)
+            with contextlib.suppress(self._ray.exceptions.RayError):  # The worker or Ray may have ended.
+                self._ray.kill(worker.actor)
 
     async def _dispatch(self):
         """Send queued calls to the least busy workers as the limits allow."""
@@ -472,8 +469,6 @@ class RewardLoopManager:
         next_call = 0.0
         while await self._wake.wait():
             self._wake.clear()  # This comes first because calls that are added later set the event again.
-            if not self._ray.is_initialized():
-                break
             ready = [worker for worker in self._workers if worker.ready]
             free = self.max_in_flight - sum(len(worker.pending) for worker in self._workers)
             outgoing = collections.defaultdict(dict)
@@ -505,7 +500,7 @@ class RewardLoopManager:
     async def _collect_from(self, worker):
         """Receive the results of one worker, and detect whether the worker dies or hangs."""
         arrived = []
-        while self._ray.is_initialized():  # Otherwise `collect` would raise an error.
+        while True:
             if worker.ready:
                 warn_after_s, timeout_s = BLOCKED_S, self.job.timeout + WEDGED_S
             else:
@@ -774,9 +769,11 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 def connect_ray() -> bool:
     """Join the Ray cluster of RAY_ADDRESS or of this machine, or start one. Return whether it started one."""
     import ray
+    from ray._private import auto_init_hook, services
+    # A call after Ray's shutdown then raises an error, whereas by default, it would start another cluster.
+    auto_init_hook.enable_auto_connect = False
     if ray.is_initialized():
         return False
-    from ray._private import services
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         address = services.find_bootstrap_address(None)  # the cluster of the last `ray start`

@@ -223,7 +223,7 @@ def start_servers(models: dict[str, Config], reservation: Reservation) -> dict[s
 
 def end_actors(actors: list, own_reservation: Reservation | None) -> None:
     """End these actors, and close the reservation if it is only for them."""
-    if ray.is_initialized():  # Otherwise ray.kill would start a new Ray cluster.
+    if ray.is_initialized():  # Otherwise the actors have ended.
         for actor in actors:
             ray.kill(actor)
     if own_reservation:
