@@ -7,10 +7,10 @@
         --num-threads 1
 
 Read `train` first: it is the algorithm. The other functions are in the order in which a sample passes through
-them. From prompt to update, a sample is one policy.Sample, in which each stage fills in more fields; a list of
-samples of one prompt is a group. Advantages and losses are in algorithm.py, the update in policy.py, the
-model's log-probabilities in causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring in
-reward_loop.py, starting, stopping and resuming in run.py, and output files and metrics in run_folder.py.
+them. A sample is one policy.Sample from prompt to update, and each stage fills in more of its fields; a group
+is the list of a prompt's samples. Advantages and losses are in algorithm.py, the update in policy.py, the
+model's log-probabilities in causal_lm.py, sampling in rollout.py, turns and tools in trajectory.py, scoring
+in reward_loop.py, starting, stopping and resuming in run.py, and output files and metrics in run_folder.py.
 
 On a CPU, the policy runs in this process unless --policy-ranks shards it. On GPUs, Ray places the ranks of
 the policy (cluster/), its servers and the judges, each on a whole GPU or a fraction of one. `python -m

@@ -700,7 +700,7 @@ def chosen_model(address: str, settings: dict) -> dict:
 
 
 def arguments_of(job: Job, samples: list[dict]) -> dict:
-    """Return the function's keyword arguments for a sample, or for all samples of a prompt if it takes groups.
+    """Return the function's keyword arguments for one sample, or for all samples of a prompt (`sees_group`).
 
     A sample is a row plus `response`. Raises KeyError if a column is missing.
     """
