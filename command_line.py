@@ -1,4 +1,4 @@
-"""What the command line of every script needs: flags with help texts, JSON options, one-line errors.
+"""What the command line of every script needs: flags with help texts, JSON options, secrets, one-line errors.
 
     config = parse_command_line(Config)       # a dataclass whose comments are the help texts, in groups
     config = cli(Config, "What it does.")     # any dataclass or function, as tyro shows it
@@ -41,6 +41,9 @@ GROUPS = {
     "checkpoints": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
     "hardware": "device policy_ max_restarts num_threads",
 }
+HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
+# The ends of names whose values are secrets, such as API_KEY, apiKey, --judge-token and Authorization.
+SECRET = re.compile(r"(key|token|secret|password|passwd|credential|authorization)s?[-_]?\d*$", re.IGNORECASE)
 
 
 # ---- parsing
@@ -162,6 +165,62 @@ def json_object(field: str, text: str) -> dict:
     except ValueError:  # Python accepts NaN, Infinity and 1e999, but other JSON parsers do not.
         raise ValueError(f"{flag(field)} {text!r}: all numbers must be finite") from None
     return found
+
+
+# ---- secrets in options
+
+
+def without_secrets(value):
+    """Return a value from JSON with all secrets hidden, also those in lists, JSON text and command lines."""
+    if isinstance(value, dict):
+        found = {}
+        for name, inner in value.items():
+            found[name] = HIDDEN if is_secret(str(name), inner) else without_secrets(inner)
+        return found
+    if isinstance(value, (list, tuple)):
+        return words_without_secrets(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        inner = json.loads(value)
+        shown = without_secrets(inner)
+        return value if shown == inner else json.dumps(shown)
+    except ValueError:
+        pass  # The text is not JSON.
+    text = re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{HIDDEN}@", value)  # the password of a URL
+    named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
+    if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
+        name, rest = named.groups()
+        return name + (HIDDEN if is_secret(name[:-1], rest) else without_secrets(rest))
+    try:
+        words = shlex.split(text)
+    except ValueError:  # for instance an apostrophe
+        words = text.split()
+    if words == [text]:
+        return text
+    shown = words_without_secrets(words)
+    return text if shown == words else shlex.join(shown).replace(f"'{HIDDEN}'", HIDDEN)
+
+
+def words_without_secrets(words) -> list:
+    """Hide the secrets in a list, which may be the words of a command line."""
+    shown = []
+    name = ""  # the flag, such as --api-key, or the header, such as Authorization:, that the words belong to
+    for word in words:
+        if isinstance(word, str) and (word.startswith("-") or word.endswith(":")):
+            name = word.rstrip(":")
+        elif is_secret(name, word):
+            word = HIDDEN
+        shown.append(without_secrets(word))
+    return shown
+
+
+def is_secret(name: str, value) -> bool:
+    """Return whether a value with this name is secret. A number of tokens is not, nor is an empty value."""
+    found = SECRET.search(name)
+    if not found or value in (None, "") or isinstance(value, bool):
+        return False
+    return found[1].lower() != "token" or not str(value).isdecimal()
 
 
 # ---- the end of a script

@@ -4,8 +4,8 @@ In this file, `config` is the trainer's configuration, and a group is a list of 
 `result` from reward_loop.py. To add a metric, add a line to `reward_metrics` (training) or `source_metrics`
 (evaluation). Numbers that the reward function returns are averaged automatically.
 
-This file imports nothing from this repository except algorithm.py, for the advantages of paragraphs. Not
-covered: object stores, histograms, error bars. tools/view_run.py shows more details and compares runs.
+Needs command_line.py and reward_worker.py; also algorithm.py for the advantages of paragraphs. Not covered:
+object stores, histograms, error bars. tools/view_run.py shows more details and compares runs.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from statistics import median
 
+from command_line import without_secrets
 
 ON_SCREEN = {  # The terminal shows these metrics with these labels.
     "reward/mean": "reward",
@@ -52,9 +52,6 @@ PANELS = {
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
 # A model may write half a surrogate pair, which UTF-8 cannot encode. JSON can, for example as \ud83d.
 AS_JSON = "backslashreplace"
-HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
-# The ends of names whose values are secrets, such as API_KEY, apiKey, --judge-token and Authorization.
-SECRET = re.compile(r"(key|token|secret|password|passwd|credential|authorization)s?[-_]?\d*$", re.IGNORECASE)
 
 
 def check_folder(config):
@@ -435,59 +432,6 @@ def output_of(*command: str) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return ""
-
-
-def without_secrets(value):
-    """Return a value from JSON with all secrets hidden, also those in lists, JSON text and command lines."""
-    if isinstance(value, dict):
-        found = {}
-        for name, inner in value.items():
-            found[name] = HIDDEN if is_secret(str(name), inner) else without_secrets(inner)
-        return found
-    if isinstance(value, (list, tuple)):
-        return words_without_secrets(value)
-    if not isinstance(value, str):
-        return value
-    try:
-        inner = json.loads(value)
-        shown = without_secrets(inner)
-        return value if shown == inner else json.dumps(shown)
-    except ValueError:
-        pass  # The text is not JSON.
-    text = re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{HIDDEN}@", value)  # the password of a URL
-    named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
-    if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
-        name, rest = named.groups()
-        return name + (HIDDEN if is_secret(name[:-1], rest) else without_secrets(rest))
-    try:
-        words = shlex.split(text)
-    except ValueError:  # for instance an apostrophe
-        words = text.split()
-    if words == [text]:
-        return text
-    shown = words_without_secrets(words)
-    return text if shown == words else shlex.join(shown).replace(f"'{HIDDEN}'", HIDDEN)
-
-
-def words_without_secrets(words) -> list:
-    """Hide the secrets in a list, which may be the words of a command line."""
-    shown = []
-    name = ""  # the flag, such as --api-key, or the header, such as Authorization:, that the words belong to
-    for word in words:
-        if isinstance(word, str) and (word.startswith("-") or word.endswith(":")):
-            name = word.rstrip(":")
-        elif is_secret(name, word):
-            word = HIDDEN
-        shown.append(without_secrets(word))
-    return shown
-
-
-def is_secret(name: str, value) -> bool:
-    """Return whether a value with this name is secret. A number of tokens is not, nor is an empty value."""
-    found = SECRET.search(name)
-    if not found or value in (None, "") or isinstance(value, bool):
-        return False
-    return found[1].lower() != "token" or not str(value).isdecimal()
 
 
 def note_start(config, step: int, judges: dict | None = None) -> None:
