@@ -1,4 +1,4 @@
-"""A causal language model for training: loading, log-probabilities, gradient checkpointing, LoRA adapters.
+"""A causal language model for training: loading, prompts, log-probabilities, gradient checkpointing, LoRA.
 
     model = load_causal_lm("PATH")
     logprobs_B_T, entropy_B_T = logprobs_and_entropy(model, sequences, counts, temperature=1.0)
@@ -142,6 +142,39 @@ def added_tokens(tokenizer) -> re.Pattern:
     """Return a pattern that matches every added token, such as <|end|>."""
     added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, added)) or "(?!)")
+
+
+def prompt_ids_of(row: dict, tokenizer, options: dict) -> list[int]:
+    """Return the tokens of a row's prompt. If its last message is the assistant's, the policy continues it.
+
+    Raises ValueError if the chat template rejects the prompt or drops its last message, or if the tokenizer
+    does not keep the text.
+    """
+    messages = row["prompt"]
+    last = messages[-1]
+    is_prefilled = last["role"] == "assistant"
+    ending = dict(add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled)
+    options = options | ending
+    if row.get("tools"):
+        options["tools"] = row["tools"]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    except Exception as error:  # A template is a program and may raise anything.
+        raise ValueError(f"the chat template rejects the prompt ({error}); change the prompt") from error
+    # A template may rewrite the content, for instance as JSON, so compare the prompts of two contents.
+    other = rendered
+    if last["content"].strip():
+        changed = [*messages[:-1], last | {"content": last["content"] + " and more"}]
+        try:
+            other = tokenizer.apply_chat_template(changed, tokenize=False, **options)
+        except Exception:  # The template reads the content, because it rejects this one.
+            other = None
+    if other == rendered:
+        raise ValueError(f"the chat template drops the last message ({last!r:.60}), because its content "
+                         "is empty or the template does not know its role; change the message")  # fmt: skip
+    check_reading(tokenizer, rendered, ids)
+    return ids
 
 
 def set_dtypes(model, lora_rank: int, device_type: str) -> None:

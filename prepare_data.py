@@ -23,6 +23,7 @@ Needs compute_score.py; also toy/ for the toy world, and recipes/gym_tasks.py fo
 Not covered: data larger than memory, filters (see the trainer).
 """
 
+import contextlib
 import csv
 import importlib
 import json
@@ -154,6 +155,67 @@ def read_rows(path: Path, needed=()) -> list[dict]:
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
+def checked_row(row: dict, is_table: bool) -> dict:
+    """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed.
+
+    If the row is from a table, keys with the value None are dropped at every level, because a table stores
+    None for missing keys.
+    """
+    if not isinstance(row["data_source"], str):
+        raise ValueError(f"data_source is {row['data_source']!r}; it must be a string that names the "
+                         "data set")  # fmt: skip
+    if not isinstance(row["extra_info"], dict | None):
+        raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
+    prompt = row["prompt"]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} "
+                         "messages")  # fmt: skip
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools or "null")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"tools is {tools!r:.60}; it must be a list of JSON schemas for the chat template; "
+                         "rename the column if it is something else")  # fmt: skip
+    if is_table:
+        prompt, tools = without_nulls(prompt), without_nulls(tools)
+    row = row | {"prompt": [checked_message(message) for message in prompt]}
+    if tools:
+        row["tools"] = tools
+    return row
+
+
+def without_nulls(value):
+    """Return a value from JSON without the keys whose value is None, at every level."""
+    if isinstance(value, list):
+        return [without_nulls(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return value
+
+
+def checked_message(message) -> dict:
+    """Return a message with its text parts joined. Raises ValueError if the message is malformed.
+
+    Keys with the value None are dropped, because some templates check only whether a key exists.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
+                         "with role and content")  # fmt: skip
+    kept = {key: value for key, value in message.items() if value is not None}
+    content = kept.get("content")
+    if content is None and kept.get("tool_calls"):  # Only calls: some templates would write "None".
+        content = kept["content"] = ""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            content = kept["content"] = "".join(texts)
+    if not isinstance(content, str):
+        raise ValueError(f"prompt contains a {message['role']} message with the content {content!r:.60}; "
+                         "the content must be a string or a list of text parts")  # fmt: skip
+    return kept
+
+
 def _pick(raw, columns: str):
     """Return the value of the column that `_column` chooses."""
     return raw[_column(raw, columns)]

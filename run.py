@@ -19,7 +19,6 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 import ray
@@ -31,9 +30,9 @@ import reward_loop
 import reward_worker
 from algorithm import length_penalty_of
 from command_line import json_object, named
-from causal_lm import check_reading, load_tokenizer, read_config, rotary_embeddings
+from causal_lm import check_reading, load_tokenizer, prompt_ids_of, read_config, rotary_embeddings
 from policy import Policy, RanksLost
-from prepare_data import read_rows
+from prepare_data import checked_row, read_rows
 from rollout import PolicyServers, check_sampling
 from run_folder import (
     Log,
@@ -415,8 +414,8 @@ class Run:
         note_start(config, self.step, config.judges())
         self.compare_judges()
         self.log = Log(config, self.step)
-        folder = shlex.quote(str(config.out_dir))
-        if find_spec("tools"):  # A copy of the scripts may lack tools/.
+        if import_tools():
+            folder = shlex.quote(str(config.out_dir))
             print(f"to watch this run in a browser: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
         shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
@@ -519,17 +518,15 @@ class Run:
     def finish(self):
         """Write report.html, and with LoRA the merged model, after the last step."""
         config = self.config
-        try:
-            from tools.merge_lora import merge
-            from tools.view_run import write_page
-        except ImportError as error:
-            print("report.html and the merged model were not written, because they need the folders tools/ "
-                  f"and toy/ ({error})")  # fmt: skip
+        tools = import_tools("report.html and the merged model were not written, because they need the "
+                             "folders tools/ and toy/")  # fmt: skip
+        if not tools:
             return
         if config.lora_rank and self.step:
-            trust = config.trust_remote_code
-            merge(Path(self.resume_from), self.merged_dir, config.model, config.max_positions, trust)
-        print(f"page: {write_page([config.out_dir])}")
+            source = Path(self.resume_from)
+            options = config.model, config.max_positions, config.trust_remote_code
+            tools.merge_lora.merge(source, self.merged_dir, *options)
+        print(f"page: {tools.view_run.write_page([config.out_dir])}")
 
     # ---- what may go wrong
 
@@ -611,98 +608,20 @@ def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list
     return kept
 
 
-def checked_row(row: dict, is_table: bool) -> dict:
-    """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed.
+def import_tools(lack: str = ""):
+    """Return the package tools/ with what a run uses of it, or None if a copy of the scripts has no tools/.
 
-    If the row is from a table, keys with the value None are dropped at every level, because a table stores
-    None for missing keys.
+    `lack` says what is missing then; it is printed with the reason.
     """
-    if not isinstance(row["data_source"], str):
-        raise ValueError(f"data_source is {row['data_source']!r}; it must be a string that names the "
-                         "data set")  # fmt: skip
-    if not isinstance(row["extra_info"], dict | None):
-        raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
-    prompt = row["prompt"]
-    if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} "
-                         "messages")  # fmt: skip
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        with contextlib.suppress(ValueError):
-            tools = json.loads(tools or "null")
-    if not isinstance(tools, list | None):
-        raise ValueError(f"tools is {tools!r:.60}; it must be a list of JSON schemas for the chat template; "
-                         "rename the column if it is something else")  # fmt: skip
-    if is_table:
-        prompt, tools = without_nulls(prompt), without_nulls(tools)
-    row = row | {"prompt": [checked_message(message) for message in prompt]}
-    if tools:
-        row["tools"] = tools
-    return row
-
-
-def without_nulls(value):
-    """Return a value from JSON without the keys whose value is None, at every level."""
-    if isinstance(value, list):
-        return [without_nulls(inner) for inner in value]
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return value
-
-
-def checked_message(message) -> dict:
-    """Return a message with its text parts joined. Raises ValueError if the message is malformed.
-
-    Keys with the value None are dropped, because some templates check only whether a key exists.
-    """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
-                         "with role and content")  # fmt: skip
-    kept = {key: value for key, value in message.items() if value is not None}
-    content = kept.get("content")
-    if content is None and kept.get("tool_calls"):  # Only calls: some templates would write "None".
-        content = kept["content"] = ""
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            content = kept["content"] = "".join(texts)
-    if not isinstance(content, str):
-        raise ValueError(f"prompt contains a {message['role']} message with the content {content!r:.60}; "
-                         "the content must be a string or a list of text parts")  # fmt: skip
-    return kept
-
-
-def prompt_ids_of(row: dict, tokenizer, options: dict) -> list[int]:
-    """Return the tokens of a row's prompt. If its last message is the assistant's, the policy continues it.
-
-    Raises ValueError if the chat template rejects the prompt or drops its last message, or if the tokenizer
-    does not keep the text.
-    """
-    messages = row["prompt"]
-    last = messages[-1]
-    is_prefilled = last["role"] == "assistant"
-    ending = dict(add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled)
-    options = options | ending
-    if row.get("tools"):
-        options["tools"] = row["tools"]
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-    except Exception as error:  # A template is a program and may raise anything.
-        raise ValueError(f"the chat template rejects the prompt ({error}); change the prompt") from error
-    # A template may rewrite the content, for instance as JSON, so compare the prompts of two contents.
-    other = rendered
-    if last["content"].strip():
-        changed = [*messages[:-1], last | {"content": last["content"] + " and more"}]
-        try:
-            other = tokenizer.apply_chat_template(changed, tokenize=False, **options)
-        except Exception:  # The template reads the content, because it rejects this one.
-            other = None
-    if other == rendered:
-        raise ValueError(f"the chat template drops the last message ({last!r:.60}), because its content "
-                         "is empty or the template does not know its role; change the message")  # fmt: skip
-    check_reading(tokenizer, rendered, ids)
-    return ids
+        import tools.diagnose
+        import tools.merge_lora
+        import tools.view_run
+    except ImportError as error:
+        if lack:
+            print(f"{lack} ({error})")
+        return None
+    return tools
 
 
 def check_progress(log: Log) -> None:
@@ -711,10 +630,9 @@ def check_progress(log: Log) -> None:
     Raises RuntimeError if no group had a learning signal in the last --max-idle-steps steps.
     """
     found = []
-    with contextlib.suppress(ImportError):  # A copy of the scripts may lack tools/.
-        from tools.diagnose import diagnose
-
-        found = diagnose(log.history, log.recent, last=2)
+    tools = import_tools()
+    if tools:
+        found = tools.diagnose.diagnose(log.history, log.recent, last=2)
     step = log.history[-1]["step"]
     for finding in found:
         if finding.steps[-1] == step and step - 1 not in finding.steps:
