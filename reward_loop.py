@@ -191,17 +191,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     tokenizer = options.reward_model_tokenizer
     if options.genrm and not tokenizer:
         tokenizer = next(iter(named("genrm", options.genrm).values()))
-    spec = options.reward_fn
-    if not spec:
-        spec = f"{HERE}/compute_score.py:compute_score"
-        if options.reward_model_task[0] == "classify":
-            spec += "_discriminative"
-            if not tokenizer:
-                raise ValueError("--reward-model-task classify: the reward model needs a tokenizer; pass "
-                                 "--reward-model-tokenizer PATH")  # fmt: skip
-        elif addresses:
-            raise ValueError("--reward-fn: the default does not query a generative reward model; pass a "
-                             "function that does, such as compute_score.py:compute_score_fapo")
+    spec = options.reward_fn or default_function(options, bool(addresses), tokenizer)
     path, name = file_and_name("reward_fn", spec)
     files = fingerprints(str(path))
     with modules_of_the_user(path.parent):
@@ -209,25 +199,10 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     signature = inspect.signature(function)
     takes = signature.parameters
     required = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
+
     settings = json_object("reward_kwargs", options.reward_kwargs)
-
-    models = {}
-    if addresses:
-        for key in ("genrm_model", "genrm_max_tokens"):  # RewardLoopManager may replace these values.
-            # A function that asks several judges may pass the same values to all of them.
-            is_one = key in takes and "reward_router_addresses" not in takes
-            if is_one and isinstance(takes[key].default, int | None):
-                settings.setdefault(key, takes[key].default)
-        models = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):  # **settings
-            models = {key: value for key, value in models.items() if key in takes}
-        if "reward_router_addresses" in takes:
-            models["reward_router_addresses"] = addresses
-    is_needed = options.reward_model_tokenizer or "reward_model_tokenizer" in required
-    if "reward_model_tokenizer" not in models or not is_needed:  # Loading a tokenizer takes seconds.
-        tokenizer = None
+    models = model_arguments(takes, addresses)
     columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - settings}
-
     sees_group = "solution_strs" in takes
     names = ["data_source", "ground_truth", "extra_info", *columns]
     names.append("solution_strs" if sees_group else "solution_str")
@@ -237,6 +212,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         raise ValueError(f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
                          "--reward-kwargs or a reward model, or write an adapter (see "
                          "docs/reward_functions.md)") from None  # fmt: skip
+    needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in required
+    if "reward_model_tokenizer" not in models or not needs_tokenizer:  # Loading a tokenizer takes seconds.
+        tokenizer = None
     return Job(
         function=f"{path}:{name}",
         kwargs=models | settings,
@@ -247,6 +225,35 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         timeout=options.timeout,
         files=files,
     )
+
+
+def default_function(options: RewardOptions, has_model: bool, tokenizer: str | None) -> str:
+    """Return the reward function of a run without --reward-fn. Raise ValueError if there is none."""
+    function = f"{HERE}/compute_score.py:compute_score"
+    if options.reward_model_task[0] == "classify":
+        if not tokenizer:
+            raise ValueError("--reward-model-task classify: the reward model needs a tokenizer; pass "
+                             "--reward-model-tokenizer PATH")  # fmt: skip
+        return f"{function}_discriminative"
+    if has_model:
+        raise ValueError("--reward-fn: the default does not query a generative reward model; pass a "
+                         "function that does, such as compute_score.py:compute_score_fapo")  # fmt: skip
+    return function
+
+
+def model_arguments(takes, addresses: dict[str, str]) -> dict:
+    """Return the arguments about reward models, {name: address}, for a function with these parameters."""
+    if not addresses:
+        return {}
+    offered = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    arguments = {key: value for key, value in offered.items() if takes_any or key in takes}
+    if "reward_router_addresses" in takes:  # It may ask several judges, which need not have the same limits.
+        return arguments | {"reward_router_addresses": addresses}
+    for key in ("genrm_model", "genrm_max_tokens"):  # RewardLoopManager may replace these defaults.
+        if key in takes and isinstance(takes[key].default, int | None):
+            arguments[key] = takes[key].default
+    return arguments
 
 
 def row_checker(job: Job):
