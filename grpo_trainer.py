@@ -220,7 +220,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         seed = random.Random(f"{seed}/refill {batch.rounds}").getrandbits(32)
     with tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None) as progress:
         if config.rollout_fn:
-            run.rollouts.roll_out(
+            run.rollout_runner.roll_out(
                 groups, model=getattr(run.policy, "model", None), servers=run.servers, seed=seed,
                 step=batch.step, stop=run.cancelled, **options)  # fmt: skip
         elif run.servers:

@@ -46,7 +46,7 @@ from run_folder import (
     save_checkpoint,
     without_secrets,
 )
-from trajectory import Rollouts
+from trajectory import RolloutRunner
 
 
 class Run:
@@ -238,7 +238,7 @@ class Run:
     def read_rollout_function(self):
         """Load the rollout function once for the whole run. Raises ValueError if that fails."""
         config = self.config
-        self.rollouts = None
+        self.rollout_runner = None
         if not config.rollout_fn:
             return
         function = reward_worker.load_in_this_process("rollout_fn", config.rollout_fn)
@@ -249,7 +249,7 @@ class Run:
             # The addresses are not known before start_rewards, which calls offer_models.
             models = dict.fromkeys(named("genrm", config.genrm), "")
         try:
-            self.rollouts = Rollouts(
+            self.rollout_runner = RolloutRunner(
                 function,
                 self.tokenizer,
                 settings=settings,
@@ -272,7 +272,7 @@ class Run:
             with contextlib.suppress(Exception):  # reply() names a role that the template rejects.
                 texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
         for text in texts:
-            check_reading(self.tokenizer, text, self.rollouts.encode_after("\n", text))
+            check_reading(self.tokenizer, text, self.rollout_runner.encode_after("\n", text))
 
     def check_tokens(self, rows, size):
         """Raise ValueError if a prompt contains a token that the embedding lacks."""
@@ -435,11 +435,11 @@ class Run:
         self.rewards = reward_loop.start_rewards(
             self.config, stack, self.reservation, sleep_mode=sleep_mode, overlong=penalty
         )
-        if self.rollouts:
+        if self.rollout_runner:
             if self.config.genrm:
-                self.rollouts.offer_models(self.rewards.reward_models.router_addresses)
-            self.rollouts.start()
-            stack.callback(self.rollouts.close)
+                self.rollout_runner.offer_models(self.rewards.reward_models.router_addresses)
+            self.rollout_runner.start()
+            stack.callback(self.rollout_runner.close)
 
     def start_policy(self, stack):
         config = self.config

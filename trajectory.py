@@ -63,7 +63,7 @@ class Closed(RuntimeError):
 
 
 @dataclass
-class Turn:
+class TurnRequest:
     """A trajectory's request to the policy."""
 
     place: int  # The index of the trajectory in its wave.
@@ -89,9 +89,9 @@ class Trajectory:
         self._sample = sample
         self._place = place
         self._wave = wave
-        self._rollouts = wave.rollouts
+        self._runner = wave.runner
         self._session = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
-        self._left = wave.rollouts.timeout  # Seconds that the function may still take.
+        self._left = wave.runner.timeout  # Seconds that the function may still take.
         self._expired: asyncio.Future | None = None  # Done when no seconds are left.
         # None means that the function is waiting for the policy, or that the trajectory has ended.
         self._working_since: float | None = None
@@ -114,7 +114,7 @@ class Trajectory:
     @property
     def text(self) -> str:
         """The response so far, including what the policy did not write."""
-        return self._rollouts.decode(self._sample.response_ids)
+        return self._runner.decode(self._sample.response_ids)
 
     @property
     def ids(self) -> list[int]:
@@ -138,7 +138,7 @@ class Trajectory:
             stop = (stop,)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"generate: max_tokens must be a positive int; got {max_tokens!r}")
-        texts, marks = self._rollouts.split_stops(stop)
+        texts, marks = self._runner.split_stops(stop)
         if self._is_full or self._is_closed or self.ended:
             await asyncio.sleep(TICK_S)  # A loop that catches every error must not block the others.
         self._check_message("generate")
@@ -147,12 +147,12 @@ class Trajectory:
             self._end()
         self._pause()
         try:
-            turn = Turn(self._place, self.ids, limit, texts, tuple(marks), self._session)
+            turn = TurnRequest(self._place, self.ids, limit, texts, tuple(marks), self._session)
             ids, logprobs = await self._wave.ask(turn)
         finally:
             self._working_since = time.monotonic()
         self._check_open()
-        text = self._rollouts.decode(ids)
+        text = self._runner.decode(ids)
         self._add("policy", text, ids, logprobs)
         self.stopped = marks.get(ids[-1]) or first_stop(text, texts)
         if not self.stopped and not self.ended and not self.room:
@@ -175,7 +175,7 @@ class Trajectory:
         self._check_message("observe")
         if not isinstance(text, str):
             raise ValueError(f"observe: text must be a str; got {text!r:.60}")
-        self.insert(self._rollouts.encode("", text), text=text)
+        self.insert(self._runner.encode("", text), text=text)
 
     def reply(self, content: str, role: str = "tool") -> None:
         """Add a message of a tool or user in the chat template, and open the policy's next message.
@@ -192,14 +192,14 @@ class Trajectory:
         first, kept, end_id = self._before_replies
         replies = [*self._replies, (role, content)]
         follows_prompt = not kept and [m["role"] for m in sample.row["prompt"][-1:]] != ["assistant"]
-        texts = self._rollouts.render(replies, follows_prompt)
+        texts = self._runner.render(replies, follows_prompt)
         context = "\n"
         if end_id is not None:
-            context = self._rollouts.tokenizer.decode([end_id])
-            texts[0] = self._rollouts.without_end(texts, context)
-        ids = self._checked(self._rollouts.encode(*texts, context=context), kept)
+            context = self._runner.tokenizer.decode([end_id])
+            texts[0] = self._runner.without_end(texts, context)
+        ids = self._checked(self._runner.encode(*texts, context=context), kept)
         if follows_prompt and not self._replies:
-            sample.prompt_ids = self._rollouts.without_opening(sample.prompt_ids)
+            sample.prompt_ids = self._runner.without_opening(sample.prompt_ids)
         for values in (sample.response_ids, sample.rollout_logprobs, sample.loss_mask):
             del values[kept:]
         del sample.turns[first:]
@@ -207,7 +207,7 @@ class Trajectory:
         for number, (role, content) in enumerate(replies, 1):
             upto = len(ids)
             if number < len(replies):  # The tokens up to the end of this content belong to this turn.
-                upto = len(self._rollouts.encode(*texts[: 2 * number], context=context))
+                upto = len(self._runner.encode(*texts[: 2 * number], context=context))
                 upto = max(done, min(upto, len(ids)))
             who = role if role == "user" else "tool"
             self._add(who, content, ids[done:upto], [0.0] * (upto - done))
@@ -227,15 +227,15 @@ class Trajectory:
             raise ValueError(f"insert: text must be a str, or None to use the decoded ids; got {text!r:.60}")
         ids = self._checked(ids, len(self._sample.response_ids))
         if text is None:
-            text = self._rollouts.decode(ids)
+            text = self._runner.decode(ids)
         self._add(who, text, ids, [0.0] * len(ids))
 
     def _checked(self, ids, kept) -> list[int]:
         """Return these token ids if they exist and have room after the first `kept` tokens."""
         for id in ids:
-            if not isinstance(id, int) or not 0 <= id < self._rollouts.num_tokens:
+            if not isinstance(id, int) or not 0 <= id < self._runner.num_tokens:
                 raise ValueError(f"insert: {id!r:.60} is not a token of the tokenizer and the model; pass "
-                                 f"ints between 0 and {self._rollouts.num_tokens - 1}")  # fmt: skip
+                                 f"ints between 0 and {self._runner.num_tokens - 1}")  # fmt: skip
         if kept + len(ids) > self._wave.max_response_length:
             self._end()
         return list(ids)
@@ -252,7 +252,7 @@ class Trajectory:
 
     def _check_open(self):
         # A thread could add tokens while the trajectory ends, or while a turn is being requested.
-        if threading.current_thread() is not self._rollouts.thread:
+        if threading.current_thread() is not self._runner.thread:
             raise RuntimeError("generate, observe, reply and insert cannot be called in another thread; "
                                "return the tool's result to the rollout function")  # fmt: skip
         if self._is_full:
@@ -287,8 +287,8 @@ class Trajectory:
         sample = self._sample
         sample.truncated = self._is_full
         if not call.done():
-            place, is_lock = place_of(call, self._rollouts.file)
-            message = (f"the function took more than {self._rollouts.timeout:g} s, excluding waits for the "
+            place, is_lock = place_of(call, self._runner.file)
+            message = (f"the function took more than {self._runner.timeout:g} s, excluding waits for the "
                        f"policy, and stood at {place}; ")  # fmt: skip
             remedy = "raise --rollout-timeout, or speed up the tools"
             if is_lock:
@@ -307,7 +307,7 @@ class Trajectory:
         if isinstance(error, BaseExceptionGroup):  # A TaskGroup raises groups. NoRoom is not a failure.
             error = error.split(NoRoom)[1]
         if error is not None and not isinstance(error, NoRoom):
-            return error_line(error, self._rollouts.file)
+            return error_line(error, self._runner.file)
         has_written = any(self._sample.loss_mask)
         if self._is_full and not has_written:
             return "the function used all tokens before the policy wrote any; raise --max-response-length"
@@ -432,7 +432,7 @@ class Threads(ThreadPoolExecutor):
         self.calls.put(None)  # The next thread ends, too.
 
 
-class Rollouts:
+class RolloutRunner:
     """The rollout function of a run, its event loop, and the chat template for replies.
 
     Args:
@@ -731,7 +731,7 @@ class Rollouts:
 class Wave:
     """The trajectories that are rolled out together."""
 
-    rollouts: Rollouts
+    runner: RolloutRunner
     max_response_length: int
     eos_ids: set[int]
     servers: object | None
@@ -740,11 +740,11 @@ class Wave:
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # roll_out reads these events.
     trajectories: list = field(default_factory=list)
     arguments: list[dict] = field(default_factory=list)  # One dict for each trajectory's call.
-    waiting: dict[int, Turn] = field(default_factory=dict)  # The turns that the next round will sample.
+    waiting: dict[int, TurnRequest] = field(default_factory=dict)  # The next round will sample these.
     stalled_s: float = 0.0  # Seconds since the last change of `waiting`.
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
-    ask: Callable | None = None  # Samples a Turn: returns token ids and log-probabilities.
+    ask: Callable | None = None  # Samples a TurnRequest: returns token ids and log-probabilities.
 
     def arrange(self, groups, seed, step):
         """Create a trajectory for each sample, and the arguments of its call."""
@@ -753,14 +753,14 @@ class Wave:
             for number, sample in enumerate(group):
                 trajectory = Trajectory(sample, len(self.trajectories), number, group_seed, self)
                 row = sample.row
-                given = self.rollouts.models | {
+                given = self.runner.models | {
                     "prompt": row["prompt"],
                     "ground_truth": row["reward_model"]["ground_truth"],
                     "extra_info": row.get("extra_info") or {},
                     "data_source": row["data_source"],
                     "step": step,
                 }
-                arguments = {name: given[name] for name in self.rollouts.names} | self.rollouts.settings
+                arguments = {name: given[name] for name in self.runner.names} | self.runner.settings
                 # All calls share the settings, and the samples of a group share a row, so copy both.
                 self.arguments.append(copy.deepcopy(arguments) | {"trajectory": trajectory})
                 self.trajectories.append(trajectory)
@@ -793,8 +793,8 @@ class Wave:
         trajectory._expired = asyncio.get_running_loop().create_future()
         trajectory._working_since = time.monotonic()
         call = trajectory._call = asyncio.create_task(self.call(arguments))
-        self.rollouts.calls.add(call)
-        call.add_done_callback(self.rollouts.calls.discard)
+        self.runner.calls.add(call)
+        call.add_done_callback(self.runner.calls.discard)
         try:
             await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
             trajectory._close(call)
@@ -810,7 +810,7 @@ class Wave:
         self.begin_round()
 
     async def call(self, arguments):
-        await self.rollouts.function(**arguments)
+        await self.runner.function(**arguments)
 
     async def count_seconds(self):
         """End the calls that take too long.
@@ -839,18 +839,18 @@ class Wave:
         places = Counter()
         for trajectory in self.trajectories:
             if trajectory._place not in self.waiting and not trajectory._is_closed:
-                place, is_lock = place_of(trajectory._call, self.rollouts.file)
+                place, is_lock = place_of(trajectory._call, self.runner.file)
                 if not is_lock:
                     return
                 places[place] += 1
-        told = set(places) - self.rollouts.printed
-        self.rollouts.printed |= told
+        told = set(places) - self.runner.printed
+        self.runner.printed |= told
         for place in told:
             print(f"--rollout-fn: with --rollout hf, turns begin once all functions await generate(), but "
                   f"{places[place]} wait for a lock at {place} while {len(self.waiting)} await generate(); "
                   "do not hold a lock or semaphore around generate()", flush=True)  # fmt: skip
 
-    async def ask_servers(self, session, turn: Turn):
+    async def ask_servers(self, session, turn: TurnRequest):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
         if turn.stop:
             request["stop"] = list(turn.stop)
@@ -862,7 +862,7 @@ class Wave:
         choice = await self.tasks.create_task(request_completion(session, address, request, headers))
         return choice.token_ids, choice.logprobs.token_logprobs
 
-    async def ask_in_rounds(self, turn: Turn):
+    async def ask_in_rounds(self, turn: TurnRequest):
         turn.answer = asyncio.get_running_loop().create_future()
         self.waiting[turn.place] = turn
         self.stalled_s = 0.0
@@ -886,7 +886,7 @@ def deliver(turns, results):
             turn.answer.set_result(result)
 
 
-def sample_round(model, turns: list[Turn], decode, **options) -> list[tuple[list[int], list[float]]]:
+def sample_round(model, turns: list[TurnRequest], decode, **options) -> list[tuple[list[int], list[float]]]:
     """Sample one turn for each of these requests in this process. Returns token ids and log-probabilities."""
     samples = []
     turn_of = {}

@@ -614,13 +614,13 @@ def test_a_token_of_a_tool_that_the_embedding_does_not_have_fails_its_own_sample
         "    await trajectory.generate(max_tokens=2)\n"
     )
     run = prepared(tmp_path, model, larger, rollout_fn=f"{tmp_path}/tool.py:inserts")
-    run.rollouts.start()
+    run.rollout_runner.start()
     samples = [Sample(row, row["prompt_ids"]) for row in run.train_rows for _ in range(2)]
     settings = dict(max_response_length=9, temperature=1.0, eos_ids=set(), seed=0, rollout_batch_size=8)
     try:
-        run.rollouts.roll_out([samples], model=model, **settings)
+        run.rollout_runner.roll_out([samples], model=model, **settings)
     finally:
-        run.rollouts.close()
+        run.rollout_runner.close()
         run.lock.close()
     assert [sample.failure for sample in samples] == ["error", ""]
     error = samples[0].result["reward_extra_info"]["error"]
