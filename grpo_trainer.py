@@ -72,11 +72,11 @@ def train(config: Config) -> Path | None:
             while batch.needs_prompts(run.config):  # Only --dynamic-sampling repeats this.
                 prompts = draw_prompts(run, batch)
                 groups = roll_out(run, batch, prompts)  # Each sample is scored as soon as it ends.
-                scored = await_rewards(run, batch, groups)
+                scored = wait_for_rewards(run, batch, groups)
                 batch.groups_to_train += compute_group_advantages(run, batch, scored)
             finish_batch(run, batch)
 
-        for step in run.steps(evaluate):  # The iterator also evaluates when it is due.
+        for step in run.remaining_steps(evaluate):  # The iterator also evaluates when it is due.
             with run.protected_step():  # If a rank dies, the run resumes from a checkpoint.
                 batch = next_batch(run, step, collect)
 
@@ -200,9 +200,9 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         has_ended = not any(id(other) in unit_of_running for other in unit)
         unit = [other for other in unit if not other.failure]  # A failed rollout has no response to score.
         if has_ended and unit and config.reward_mode == "standalone":
-            verdicts = run.rewards.submit_group([scoring_row(other, batch.step) for other in unit])
-            for other, verdict in zip(unit, verdicts):
-                other.verdict = verdict
+            futures = run.rewards.submit_group([scoring_row(other, batch.step) for other in unit])
+            for other, future in zip(unit, futures):
+                other.pending_result = future
         progress.update()
 
     options = dict(
@@ -244,17 +244,17 @@ def scoring_row(sample: Sample, step: int) -> dict:
     }
 
 
-def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
+def wait_for_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
     """Wait for the results of these samples and store them in `Sample.result`. Returns the groups."""
     started = time.perf_counter()
     ended = without_failures(groups)  # Samples whose rollout failed already have results.
     samples = list(chain(*ended))
     if run.config.reward_mode == "standalone":
-        verdicts = [sample.verdict for sample in samples]
-        while wait(verdicts, timeout=1.0).not_done:
+        futures = [sample.pending_result for sample in samples]
+        while wait(futures, timeout=1.0).not_done:
             if run.cancelled.is_set():
                 raise RuntimeError("interrupted while waiting for rewards")
-        results = [verdict.result() for verdict in verdicts]
+        results = [future.result() for future in futures]
     else:
         run.policy.release_memory()  # The judges are about to wake up and need the memory.
         rows = []
@@ -263,7 +263,7 @@ def await_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[li
         results = run.rewards.score_batch(rows)
     for sample, result in zip(samples, results):
         sample.result = result
-        sample.verdict = None
+        sample.pending_result = None
     batch.times["time/reward_wait"] += time.perf_counter() - started
     return groups
 
@@ -366,7 +366,7 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
     """Sample and score responses to the validation rows: `count` per row, or as in --val-file and --val-n."""
     batch = Batch(run.step, temperature, run.config.val_top_p)
     groups = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
-    batch.groups = await_rewards(run, batch, groups)
+    batch.groups = wait_for_rewards(run, batch, groups)
     check_failures(run, batch, "val")
     check_verdicts(run, batch, batch.groups, "val")
     return batch.groups

@@ -64,7 +64,7 @@ class Sample:
     # advantage, this is the advantage of the last token.
     advantage: float | None = None
     token_advantages: list[float] = field(default_factory=list)  # If empty, all tokens have `advantage`.
-    verdict: Future | None = None  # The pending result while the sample is being scored.
+    pending_result: Future | None = None  # Set while the sample is being scored.
     # Whether the policy wrote each response token, and so learns from it. If empty, it wrote all of them.
     loss_mask: list[bool] = field(default_factory=list)
     truncated: bool = False  # Whether the response ran out of tokens.

@@ -53,7 +53,7 @@ class Run:
     """One run of the trainer, from its input to its checkpoints.
 
         with Run(config) as run:            # starts models and servers; saves the policy after a failure
-            for step in run.steps(evaluate):
+            for step in run.remaining_steps(evaluate):
                 with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
                     ...
         run.result                          # the folder of the last checkpoint
@@ -327,7 +327,7 @@ class Run:
                 self.finish()
                 self.result = Path(self.resume_from)
 
-    def steps(self, evaluate):
+    def remaining_steps(self, evaluate):
         """Yield the number of each remaining step, and call evaluate(run) whenever an evaluation is due.
 
         If ranks die, all steps after the newest checkpoint are yielded again.

@@ -49,13 +49,13 @@ def train(policy: Policy, tokenizer, rewards, step: int) -> str:
 
     def score(sample):  # Called as soon as this sample's rollout ends; the judge works during later rollouts.
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.verdict = rewards.submit(sample.row | {"response": sample.text})
+        sample.pending_result = rewards.submit(sample.row | {"response": sample.text})
 
     rollout_hf(policy.model, samples, max_response_length=64, temperature=1.0, seed=step, on_finished=score,
                eos_ids={tokenizer.eos_token_id}, rollout_batch_size=512)  # fmt: skip
 
     for sample in samples:
-        sample.result = sample.verdict.result()
+        sample.result = sample.pending_result.result()
     scores = [sample.result["reward_score"] for sample in samples]  # 1, 0 (flawed), -1 (wrong) or None
     rewards_P_G = torch.tensor([float("nan") if one is None else one for one in scores]).view(PROMPTS, GROUP)
     advantages = compute_advantages(rewards_P_G.double()).flatten().tolist()

@@ -162,7 +162,7 @@ def test_equal_groups_get_equal_advantages_in_whatever_round_they_are_drawn(usel
         raise Enough
 
     monkeypatch.setattr(grpo_trainer, "roll_out", roll_out)
-    monkeypatch.setattr(grpo_trainer, "await_rewards", lambda run, batch, groups: groups)
+    monkeypatch.setattr(grpo_trainer, "wait_for_rewards", lambda run, batch, groups: groups)
     monkeypatch.setattr(Policy, "update", update)
     with pytest.raises(Enough):
         grpo_trainer.train(toy_config(tmp_path, **options))

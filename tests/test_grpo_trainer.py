@@ -125,7 +125,7 @@ def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, mo
     run = SimpleNamespace(config=config, decode=decode, log=log, recent_verdicts=defaultdict(Counter))
     run.val_rows = []
     monkeypatch.setattr(grpo_trainer, "roll_out", lambda *arguments: None)
-    monkeypatch.setattr(grpo_trainer, "await_rewards", lambda *arguments: groups)
+    monkeypatch.setattr(grpo_trainer, "wait_for_rewards", lambda *arguments: groups)
     stopped = None
     for step, kinds in enumerate(steps, 1):
         run.step = step

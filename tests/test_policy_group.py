@@ -285,7 +285,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_the_run_of_one_process_does(
         return groups
 
     monkeypatch.setattr(grpo_trainer, "roll_out", played)
-    monkeypatch.setattr(grpo_trainer, "await_rewards", lambda run, batch, groups: groups)
+    monkeypatch.setattr(grpo_trainer, "wait_for_rewards", lambda run, batch, groups: groups)
     for name in ("start_rewards", "start_servers"):
         monkeypatch.setattr(Run, name, lambda *_, **__: None)
     update, save = PolicyGroup.update, PolicyGroup.save
