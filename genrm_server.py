@@ -666,7 +666,7 @@ class VllmServer(Process):
             "--served-model-name", config.served_model_name,
             "--tensor-parallel-size", str(config.tensor_parallel_size),
             "--disable-uvicorn-access-log",
-            "--middleware", "router.Generate",
+            "--middleware", "router.SglangGenerate",
             "--middleware", "genrm_server.KeyGuard",
             "--seed", str(config.seed + index),
         ]  # fmt: skip

@@ -111,7 +111,7 @@ class RewardOptions:
     may_be_negative = ()
     may_be_infinite = ("timeout",)  # limits that inf turns off
 
-    def check_rewards(self, started: dict[str, str] | None = None) -> Job:
+    def make_job(self, started: dict[str, str] | None = None) -> Job:
         """Check the options and return the Job that the workers need.
 
         `started` is {name: address} of reward models that are already running. Raises ValueError if an option
@@ -300,7 +300,7 @@ class RewardLoopManager:
         addresses = named("router_address", options.router_address)
         if reward_models:
             addresses = reward_models.router_addresses
-        self.job = options.check_rewards(addresses)
+        self.job = options.make_job(addresses)
         self.options = options
         self.reward_models = reward_models
         self.overlong = overlong
@@ -824,7 +824,7 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
     Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
     `sleep_mode`, the reward models sleep between batches. For `overlong`, see RewardLoopManager.
     """
-    options.check_rewards()
+    options.make_job()
     if connect_ray():
         stack.callback(sys.modules["ray"].shutdown)
     models = None

@@ -33,7 +33,7 @@ request. Requests with the same X-Session-Id header go to the same server while 
 --policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
 curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
-Standalone: imports nothing from this repository. genrm_server.py runs the class Generate inside vLLM, as a
+Standalone: imports nothing from this repository. genrm_server.py runs SglangGenerate inside vLLM, as a
 middleware that answers SGLang's /generate.
 """
 
@@ -694,7 +694,7 @@ class Router:
         return web.json_response(vars(worker))
 
 
-class Generate:
+class SglangGenerate:
     """A middleware for vLLM's server that answers SGLang's POST /generate by calling /v1/completions.
 
     The request is {"text" or "input_ids": one prompt or a list, "sampling_params": {"max_new_tokens": 128,

@@ -298,7 +298,7 @@ class Run:
 
         The constructor does not call this, because tools/plan_run.py scores nothing.
         """
-        check_row = reward_loop.row_checker(self.config.check_rewards())
+        check_row = reward_loop.row_checker(self.config.make_job())
         for row in self.train_rows + [row for row, _ in self.val_rows]:
             try:
                 check_row(row)

@@ -176,7 +176,7 @@ def run(config: Config):
     if config.resume and config.out.exists() and not partial.exists():
         print(f"{config.out} is already complete; to score all rows again, run without --resume")
         return
-    job = config.check_rewards()
+    job = config.make_job()
     rows = read_samples(config, job)
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "reward_fn": config.reward_fn,

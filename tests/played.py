@@ -167,7 +167,7 @@ class RewardsHere:
     """
 
     def __init__(self, options):
-        self.job = options.check_rewards()
+        self.job = options.make_job()
         self.scorer = reward_worker.Scorer(self.job)
 
     def submit_group(self, samples):

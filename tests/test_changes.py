@@ -218,7 +218,7 @@ def test_the_loop_takes_it_as_a_function_of_groups(tmp_path):
     (block,) = blocks(ROOT / "docs/from_verl.md", "python")
     (tmp_path / "my_reward.py").write_text(block)
     (tmp_path / "their_file.py").write_text("def compute_score(*lists, **settings):\n    return lists[1]\n")
-    job = RewardOptions(reward_fn=f"{tmp_path}/my_reward.py:from_batch").check_rewards()
+    job = RewardOptions(reward_fn=f"{tmp_path}/my_reward.py:from_batch").make_job()
     assert job.sees_group
 
 
@@ -252,4 +252,4 @@ def test_a_file_of_a_package_is_to_be_imported_in_a_file_of_yours(tmp_path):
     (tmp_path / "rewards.py").write_text("from ..utils import x\ndef f(**_): return 1.0\n")
     remedy = "pass a file outside the package that imports the function"
     with pytest.raises(ValueError, match=f"relative import.*{remedy}"):
-        RewardOptions(reward_fn=f"{tmp_path}/rewards.py:f").check_rewards()
+        RewardOptions(reward_fn=f"{tmp_path}/rewards.py:f").make_job()

@@ -87,7 +87,8 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     found = dict(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("["))
     assert set(found) == set(lines)
     for name, taken in found.items():
-        assert taken["seed"] == 3 and taken["middleware"] == ["router.Generate", "genrm_server.KeyGuard"]
+        middleware = ["router.SglangGenerate", "genrm_server.KeyGuard"]
+        assert taken["seed"] == 3 and taken["middleware"] == middleware
         assert taken["disable_uvicorn_access_log"] is True, name
     assert found["judge on a share"]["gpu_memory_utilization"] == 0.22
     assert found["judge that sleeps"]["enable_sleep_mode"] is True

@@ -31,7 +31,7 @@ from genrm_server import Config, ModelServers, request, reserve_port, resolve_co
 from played import stand_in_for_vllm
 from policy import Sample
 from rollout import PolicyServers, rollout_vllm
-from router import Generate
+from router import SglangGenerate
 from test_reward_loop import alive, free_port, until
 from tiny import policy_of
 
@@ -763,7 +763,7 @@ def test_generate_is_no_error_where_the_client_has_gone():
         answers.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
-    asyncio.run(Generate(vllm)(scope, receive, send))
+    asyncio.run(SglangGenerate(vllm)(scope, receive, send))
     assert answers[-1]["body"] == b"null"
 
 

@@ -37,7 +37,7 @@ def ask(function, responses, **settings):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loop_takes_them_as_functions_of_groups(name):
     file = Path(group_rewards.__file__)
-    job = RewardOptions(reward_fn=f"{file}:{name}", router_address=("h:1",)).check_rewards()
+    job = RewardOptions(reward_fn=f"{file}:{name}", router_address=("h:1",)).make_job()
     assert job.sees_group and job.is_async == (name in ("listwise_judge", "fapo_against_others"))
 
 

@@ -51,7 +51,7 @@ def calls(server):
 @pytest.mark.parametrize("name", ["audited", "two_judges", "votes", "rubric"])
 def test_the_loop_takes_them(name):
     options = RewardOptions(reward_fn=f"{judges.__file__}:{name}", router_address=("judge=h:1", "audit=h:2"))
-    assert options.check_rewards().is_async
+    assert options.make_job().is_async
 
 
 @pytest.mark.parametrize("name", ["audited", "two_judges", "votes", "rubric"])

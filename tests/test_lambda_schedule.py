@@ -14,7 +14,7 @@ WRONG = "65+9=75\n\nRemainder \\boxed{0}"
 
 @pytest.mark.parametrize("name", ["by_step", "by_majority"])
 def test_the_loop_takes_each_schedule(name):
-    job = RewardOptions(reward_fn=f"recipes/lambda_schedule.py:{name}").check_rewards()
+    job = RewardOptions(reward_fn=f"recipes/lambda_schedule.py:{name}").make_job()
     assert job.sees_group == (name != "by_step") and not job.is_async
 
 

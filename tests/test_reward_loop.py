@@ -1075,7 +1075,7 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
 
     def tokenizer_of(function, **options):
-        return RewardOptions(reward_fn=function, **options).check_rewards().tokenizer
+        return RewardOptions(reward_fn=function, **options).make_job().tokenizer
 
     judge, path = f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k", str(tmp_path)
     assert tokenizer_of(judge, genrm=(path, "other=x/y")) == path
@@ -1091,7 +1091,7 @@ def test_the_model_is_looked_up_for_functions_with_one_judge_only(tmp_path):
     begin = "def ask(data_source, solution_str, ground_truth, extra_info, genrm_model=None"
     for further, left_open in (("", True), (", reward_router_addresses=None", False)):
         function = write_function(tmp_path, f"{begin}{further}):\n    return 1.0\n")
-        job = RewardOptions(reward_fn=function, router_address=("a=h:1", "b=h:2")).check_rewards()
+        job = RewardOptions(reward_fn=function, router_address=("a=h:1", "b=h:2")).make_job()
         assert ("genrm_model" in job.kwargs) is left_open
 
 

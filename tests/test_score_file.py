@@ -211,7 +211,7 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # no
     arguments = hashlib.sha256(config.reward_kwargs.encode()).hexdigest()  # They may contain secrets.
     header = {"reward_fn": config.reward_fn, "reward_kwargs": arguments, "genrm": []}
     header["data"] = hashlib.sha256(data.read_bytes()).hexdigest()
-    header["files"] = config.check_rewards().files
+    header["files"] = config.make_job().files
     header |= config.judges()
     for model, is_other in (("judge None", False), ("another-judge None", True), ("judge /models/b", True)):
         header["models"] = {"genrm": model}

@@ -27,5 +27,5 @@ def test_without_a_difference_there_is_no_bonus():
 
 
 def test_the_reward_loop_calls_it_with_groups():
-    job = reward_loop.RewardOptions(reward_fn="docs/exercises/group_reward.py:compute_score").check_rewards()
+    job = reward_loop.RewardOptions(reward_fn="docs/exercises/group_reward.py:compute_score").make_job()
     assert job.sees_group

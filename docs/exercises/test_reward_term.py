@@ -32,6 +32,6 @@ def test_a_missing_verdict_stays_missing():
 def test_the_trainer_accepts_the_setting():
     """This test passes before and after the exercise. A misspelt setting is rejected."""
     options = dict(reward_fn="docs/exercises/reward_term.py:compute_score")
-    reward_loop.RewardOptions(**options, reward_kwargs='{"share": 0.1}').check_rewards()
+    reward_loop.RewardOptions(**options, reward_kwargs='{"share": 0.1}').make_job()
     with pytest.raises(ValueError, match="shares"):
-        reward_loop.RewardOptions(**options, reward_kwargs='{"shares": 0.1}').check_rewards()
+        reward_loop.RewardOptions(**options, reward_kwargs='{"shares": 0.1}').make_job()
