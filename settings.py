@@ -215,7 +215,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError("--overlap: does not work with --rollout hf or --reward-mode colocate; pass "
                              "--rollout vllm and --reward-mode standalone")  # fmt: skip
-        self.make_job()
+        self.make_job()  # This checks the other settings of the rewards, and loads the function.
 
     def policy_servers(self):
         """Return the genrm_server.Config of the servers of --rollout vllm."""
