@@ -973,8 +973,9 @@ def test_what_verl_always_sets_is_there(start, tmp_path):
                     "    rewards = extra_info['rollout_reward_scores']\n"
                     "    return float(extra_info['num_turns'] + len(rewards))\n")  # fmt: skip
     manager = start(f"{file}:rule")
-    results = manager.score_batch([sample("one"), sample("one", num_turns=6)])
-    assert [result["reward_score"] for result in results] == [2.0, 6.0]
+    turns = [{"who": "policy", "text": "one"}] * 4
+    samples = [sample("one"), sample("one", num_turns=6), sample("one", turns=turns)]
+    assert [result["reward_score"] for result in manager.score_batch(samples)] == [2.0, 6.0, 5.0]
 
 
 def test_a_loopback_address_is_rejected_if_workers_are_on_other_machines(start, local_ray, monkeypatch):
