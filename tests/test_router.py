@@ -7,6 +7,7 @@ import functools
 import gzip
 import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -209,22 +210,19 @@ async def test_method_path_query_headers_and_body_arrive_unchanged():
         assert "TE" not in got.headers and "User-Agent" in got.headers
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"])
 @in_a_loop
-async def test_any_method(method):
-    async with Upstream() as up, Running(up) as it:
-        assert (await it.ask(method, "/x"))[:2] == (200, up.url.encode())
-        assert up.seen[0].method == method
-
-
-@in_a_loop
-async def test_answers_without_a_body():
+async def test_any_method_and_answers_without_a_body():
     async def play(request, upstream):
+        if request.raw_path == "/x":
+            return await say_name(request, upstream)
         return web.Response(
             status=int(request.raw_path[1:]), body=b"12345" if request.method == "HEAD" else None
         )
 
     async with Upstream(play) as up, Running(up) as it:
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"):
+            assert (await it.ask(method, "/x"))[:2] == (200, up.url.encode())
+            assert up.seen.pop().method == method
         assert (await it.ask("HEAD", "/200"))[:2] == (200, b"")
         assert (await it.ask("GET", "/204"))[:2] == (204, b"")
         assert (await it.ask("GET", "/304"))[:2] == (304, b"")
@@ -285,6 +283,7 @@ async def test_a_stream_comes_as_it_is_written():
 @in_a_loop
 async def test_headers_about_the_servers_connection_are_not_forwarded(streamed):
     dropped = {"Keep-Alive": "timeout=1", "Proxy-Connection": "close", "TE": "x", "Upgrade": "h2c"}
+    dropped |= {"Connection": "X-Odd", "Trailer": "X-Late"}
 
     async def play(request, upstream):
         headers = dropped | {"X-Kept": "1"}
@@ -324,25 +323,23 @@ async def test_large_bodies_both_ways_and_the_limit():
 # ---- failures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 501])
 @in_a_loop
-async def test_answers_that_are_not_failures_pass_once(status):
-    async with (
-        Upstream(answers(status, X_Why="w")) as one,
-        Upstream(answers(status)) as two,
-        Running(one, two) as it,
-    ):
-        assert (await it.ask("POST", "/", data=b"{}"))[:2] == (status, b"scripted")
-        assert len(one.seen) + len(two.seen) == 1
-        assert it.worker(one).healthy and not it.worker(one).failed_in_a_row
+async def test_answers_that_are_not_failures_pass_once():
+    async with Upstream() as one, Upstream() as two, Running(one, two) as it:
+        for number, status in enumerate([400, 401, 404, 422, 429, 501], 1):
+            one.play = two.play = answers(status, X_Why="w")
+            status_and_body = (await it.ask("POST", "/", data=b"{}"))[:2]
+            assert status_and_body == (status, b"scripted") and len(one.seen) + len(two.seen) == number
+            for up in (one, two):
+                assert it.worker(up).healthy and not it.worker(up).failed_in_a_row
 
 
 @pytest.mark.parametrize(
-    "play",
-    [*map(answers, (502, 503, 504)), reset, talk_nonsense],
-    ids=["502", "503", "504", "reset", "nonsense"],
-)
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+    "play, policy",
+    [*((answers(status), "round_robin") for status in (502, 503, 504)), (reset, "round_robin"),
+     (talk_nonsense, "round_robin"), (reset, "least_loaded")],
+    ids=["502", "503", "504", "reset", "nonsense", "reset-least_loaded"],
+)  # fmt: skip
 @in_a_loop
 async def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
     async with Upstream(play) as bad, Upstream() as good, Running(bad, good, policy=policy) as it:
@@ -645,7 +642,7 @@ class Engine(Upstream):
         await super().__aexit__(*exception)
 
 
-@pytest.mark.parametrize("servers", [1, 2, 4])
+@pytest.mark.parametrize("servers", [1, 4])
 @in_a_loop
 async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer(servers, monkeypatch):
     monkeypatch.setattr(router, "ALONE_SECONDS", 0.1, raising=False)
@@ -663,15 +660,15 @@ async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_an
         asked = [asyncio.create_task(harmless(number)) for number in range(200)]
         await until(lambda: sum(len(up.seen) for up in ups) > 20)
         status, text, _ = await it.ask("POST", "/", data=b"poison")
-        assert status == 422 and b"the request killed 2 servers" in text
-        assert sum(up.deaths for up in ups) == 2
+        # If a busy machine takes longer than ALONE_SECONDS, it is the third death that convicts the request.
+        deaths = sum(up.deaths for up in ups)
+        assert status == 422 and deaths in (2, 3) and b"the request killed %d servers" % deaths in text
         answers = [await task for task in asked]
         assert answers == [(200, b"%d" % number) for number in range(200)]
         assert it.router.waiting == 0
 
 
-@pytest.mark.parametrize("count", [4, 8])
-@pytest.mark.parametrize("together", [1, 32])
+@pytest.mark.parametrize("count, together", [(4, 32), (8, 1)])
 @in_a_loop
 async def test_two_servers_that_answer_500_while_their_health_is_good_lose_nothing(count, together):
     async with contextlib.AsyncExitStack() as stack:
@@ -878,6 +875,7 @@ async def test_a_connection_that_was_idle_is_not_used_again():
 
     uvicorn does so after 5 s, even if it checks the time late.
     """
+
     async def say_connection(request, upstream):
         return web.Response(text=str(request.transport.get_extra_info("peername")))
 
@@ -1110,32 +1108,32 @@ async def test_workers_can_be_listed_added_and_taken_out():
         assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 400
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"http://a"',
-        b"\xff\xfe",
-        b'{"url": 3}',
-        b'{"url": "a:1"}',
-        b'{"url": "http://"}',
-        b'{"url": "http://u:p@h"}',
-        b'{"url": "http://h:99999"}',
-        b'{"url": "http://h/\\n\\"x"}',
-        b'{"url": "http://h:1?q=1"}',
-        b'{"url": "http://[::1"}',
-    ],
-)
+BROKEN = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"http://a"',
+    b"\xff\xfe",
+    b'{"url": 3}',
+    b'{"url": "a:1"}',
+    b'{"url": "http://"}',
+    b'{"url": "http://u:p@h"}',
+    b'{"url": "http://h:99999"}',
+    b'{"url": "http://h/\\n\\"x"}',
+    b'{"url": "http://h:1?q=1"}',
+    b'{"url": "http://[::1"}',
+]
+
+
 @in_a_loop
-async def test_broken_input_to_the_own_endpoint_gives_400(body):
+async def test_broken_input_to_the_own_endpoint_gives_400():
     async with Running() as it:
-        status, text, _ = await it.ask("POST", "/workers", data=body)
-        assert status == 400 and json.loads(text)["error"]["type"] == "router_error"
+        for body in BROKEN:
+            status, text, _ = await it.ask("POST", "/workers", data=body)
+            assert status == 400 and json.loads(text)["error"]["type"] == "router_error", body
+            assert (await it.ask("PUT", "/workers", data=body))[0] == 400, body
         assert (await it.ask("DELETE", "/workers"))[0] == 400
-        assert (await it.ask("PUT", "/workers", data=body))[0] == 400
         assert not it.router.workers
 
 
@@ -1173,12 +1171,12 @@ async def states_of(it):
     return {worker["url"]: (worker["healthy"], worker["models"], worker["why"]) for worker in workers}
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
 @pytest.mark.parametrize(
-    "models",
-    [{"b": "b"}, {"a": "/models/b"}, {"a": "/models/a", "b": "/models/b"}],
+    "models, policy",
+    [({"b": "b"}, "round_robin"), ({"a": "/models/b"}, "least_loaded"),
+     ({"a": "/models/a", "b": "/models/b"}, "round_robin")],
     ids=["another-name", "another-folder", "one-more"],
-)
+)  # fmt: skip
 @in_a_loop
 async def test_a_server_with_other_models_does_not_join(models, policy, capfd):
     async with (
@@ -1309,13 +1307,13 @@ async def test_api_key():
         assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may require it as well
 
 
-@pytest.mark.parametrize("given", ["old,new", " old , new\n", "new,,old,"])
 @in_a_loop
-async def test_two_keys_are_both_accepted_while_one_replaces_the_other(given):
-    async with Upstream() as up, Running(up, api_key=given) as it:
-        for key, status in (("old", 200), ("new", 200), ("old,new", 401), ("", 401), ("other", 401)):
-            headers = {"Authorization": f"Bearer {key}"}
-            assert (await it.ask("GET", "/v1/x", headers=headers))[0] == status, key
+async def test_two_keys_are_both_accepted_while_one_replaces_the_other():
+    for given in ("old,new", " old , new\n", "new,,old,"):
+        async with Upstream() as up, Running(up, api_key=given) as it:
+            for key, status in (("old", 200), ("new", 200), ("old,new", 401), ("", 401), ("other", 401)):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert (await it.ask("GET", "/v1/x", headers=headers))[0] == status, (given, key)
 
 
 @in_a_loop
@@ -1400,30 +1398,30 @@ async def test_an_error_on_generate_that_is_not_text_keeps_its_status(body, head
         assert status == 400 and isinstance(json.loads(said), str) and "Content-Encoding" not in got
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/sleep",
-        "/wake_up?level=1",
-        "/collective_rpc",
-        "/pause",
-        "/reset_prefix_cache",
-        "/shutdown",
-        "//sleep",
-        "/v1/../sleep",
-        "/v1/%2e%2e/sleep",
-        "/v1/..%2Fsleep",
-        "/v11/x",
-        "/classify.x",
-        "/",
-    ],
-)
+NOT_FORWARDED = [
+    "/sleep",
+    "/wake_up?level=1",
+    "/collective_rpc",
+    "/pause",
+    "/reset_prefix_cache",
+    "/shutdown",
+    "//sleep",
+    "/v1/../sleep",
+    "/v1/%2e%2e/sleep",
+    "/v1/..%2Fsleep",
+    "/v11/x",
+    "/classify.x",
+    "/",
+]
+
+
 @in_a_loop
-async def test_what_controls_a_server_is_not_forwarded(path):
+async def test_what_controls_a_server_is_not_forwarded():
     async with Upstream() as up, Running(up, forward=Config.forward) as it:
-        for method in ("GET", "POST"):
-            status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
-            assert status == 404 and "--forward" in json.loads(text)["error"]["message"]
+        for path in NOT_FORWARDED:
+            for method in ("GET", "POST"):
+                status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
+                assert status == 404 and "--forward" in json.loads(text)["error"]["message"], path
         assert not up.seen
         for fine in ("/v1", "/v1/chat/completions", "/classify", "/tokenize?x=/../"):
             assert (await it.ask("POST", fine))[0] == 200
@@ -1486,14 +1484,14 @@ def make_fuzzed(rng):
 
 
 @pytest.mark.slow
-def test_ten_thousand_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
+def test_thousands_of_fuzzed_requests_without_a_crash_or_a_wrong_status(caplog):
     async def play(request, upstream):
         await request.read()
         return web.Response(status=int(request.raw_path.rpartition("status=")[2]))
 
     async def test():
         rng = random.Random(20251022)
-        jobs = [make_fuzzed(rng) for _ in range(10_000)]
+        jobs = [make_fuzzed(rng) for _ in range(3_000)]
         wrong = []
 
         async def client(share):
@@ -1554,23 +1552,31 @@ async def started(*arguments, before=(), **options):
 
 def test_bad_arguments_give_one_clear_line_and_exit_code_2():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+        port = taken.getsockname()[1]
         cases = (
-            (["--workers", "localhost:1"], "http://"),
-            (["--workers", "http://"], "http://10.0.0.2:8000"),
-            (["--port", "70000"], "--port 70000"),
-            (["--request-timeout", "0"], "--request-timeout"),
-            (["--queue-timeout", "-1"], "--queue-timeout -1.0: must be at least 0"),  # it cannot be unlimited
-            (["--health-interval", "inf"], "--health-interval inf: must be above 0 and finite"),
-            (["--health-timeout", "0"], "--health-timeout 0.0: must be above 0 and finite"),
-            (["--health-path", "live"], "--health-path 'live': must start with /"),
-            (["--queue-timeout", "nan"], "--queue-timeout nan: must be at least 0"),
-            (["--port", port], f"{port}): address already in use"),
+            (dict(workers=("localhost:1",)), "http://"),
+            (dict(workers=("http://",)), "http://10.0.0.2:8000"),
+            (dict(port=70000), "--port 70000"),
+            (dict(request_timeout=0), "--request-timeout"),
+            (dict(queue_timeout=-1.0), "--queue-timeout -1.0: must be at least 0"),  # it cannot be unlimited
+            (dict(health_interval=math.inf), "--health-interval inf: must be above 0 and finite"),
+            (dict(health_timeout=0.0), "--health-timeout 0.0: must be above 0 and finite"),
+            (dict(health_path="live"), "--health-path 'live': must start with /"),
+            (dict(queue_timeout=math.nan), "--queue-timeout nan: must be at least 0"),
+        )
+        for settings, expected in cases:
+            with pytest.raises(ValueError, match=re.escape(expected)) as refused:
+                Router(Config(**settings))
+            assert "\n" not in str(refused.value)
+        commands = (
+            (["--port", str(port)], f"{port}): address already in use"),
+            (["--workers", "http://", "--queue-timeout", "inf"], "http://10.0.0.2:8000"),
         )
         started = [
-            subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) for arguments, _ in cases
+            subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True)
+            for arguments, _ in commands
         ]
-        for process, (_, expected) in zip(started, cases):
+        for process, (_, expected) in zip(started, commands):
             error = process.communicate(timeout=60)[1]
             assert process.returncode == 2, error
             assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
