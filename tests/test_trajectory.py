@@ -115,10 +115,6 @@ def test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it(mode
         assert sample.truncated is False and not sample.failure
     # The tokens of an untrained model often differ from what its tokenizer produces for the same text.
     assert any(tokenizer.encode(tokenizer.decode(s.response_ids)) != s.response_ids for s in samples)
-
-
-def test_log_probabilities_of_all_turns_are_the_trainers(model, tokenizer):
-    samples = rolled_out(three_turns, model, tokenizer, eos_ids=())
     for sample, logprobs in policy_of(model).logprobs_of(samples):
         own = torch.tensor(sample.loss_mask)
         assert torch.allclose(logprobs[own], torch.tensor(sample.rollout_logprobs)[own], atol=1e-5)
@@ -344,13 +340,10 @@ def test_a_rollout_that_fails_has_a_status_and_touches_no_other(fault, model, to
             assert not sample.failure and not sample.result and len(sample.response_ids) == 6
 
 
-@pytest.mark.parametrize("what", ["nothing", "observes", "no room"])
-def test_a_trajectory_without_a_word_of_the_policy_has_failed(what, model, tokenizer):
+def test_a_trajectory_without_a_word_of_the_policy_has_failed(model, tokenizer):
     async def speechless(trajectory):
-        if what == "observes":
-            trajectory.observe("7")
-        if what == "no room":
-            trajectory.observe("7" * 1000)
+        if trajectory.number:
+            trajectory.observe("7" if trajectory.number == 1 else "7" * 1000)  # the second has no room
 
     for sample in rolled_out(speechless, model, tokenizer):
         assert sample.failure == "error" and "policy" in sample.result["reward_extra_info"]["error"]
@@ -719,19 +712,22 @@ class BreaksWhenRead:
         return int, ("seven",)
 
 
-@pytest.mark.parametrize("value", [*UNSENDABLE, BreaksWhenRead()], ids=lambda value: type(value).__name__)
-def test_info_that_cannot_be_copied_fails_its_own_sample(value, model, tokenizer):
+def test_info_that_cannot_be_copied_fails_its_own_sample(model, tokenizer):
+    values = [*UNSENDABLE, BreaksWhenRead()]
+
     async def keeps(trajectory):
         await trajectory.generate(max_tokens=2)
-        if trajectory.number == 0:
-            trajectory.info["kept"] = value
+        if trajectory.number < len(values):
+            trajectory.info["kept"] = values[trajectory.number]
 
-    samples = rolled_out(keeps, model, tokenizer, eos_ids=())
+    samples = rolled_out(keeps, model, tokenizer, new_groups(size=len(values) + 1), eos_ids=())
     for number, sample in enumerate(samples):
-        assert sample.failure == ("" if number % 4 else "error") and sample.info == {}
-        if not number % 4:
+        assert sample.info == {}
+        if number % 5 < len(values):
             error = sample.result["reward_extra_info"]["error"]
-            assert "trajectory.info" in error and "lists and dicts" in error
+            assert sample.failure == "error" and "trajectory.info" in error and "lists and dicts" in error
+        else:
+            assert not sample.failure
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -757,16 +753,20 @@ def test_info_that_a_reward_worker_cannot_load_is_named(is_async, tmp_path, monk
 
 def test_each_call_has_its_own_arguments(model, tokenizer):
     addresses, settings, seen = {"genrm": "127.0.0.1:9"}, {"prices": {"pears": 7}}, []
+    prompt_before = [{"role": "user", "content": "?"}]
 
-    async def changes(trajectory, reward_router_addresses, prices):
+    async def changes(trajectory, prompt, extra_info, reward_router_addresses, prices):
         seen.append((dict(reward_router_addresses), dict(prices)))
+        assert prompt == prompt_before
         reward_router_addresses.clear()
         prices.clear()
+        prompt[0]["content"] = "changed"
+        prompt.append("more")
         await trajectory.generate(max_tokens=2)
 
-    rolled_out(changes, model, tokenizer, addresses=addresses, settings=settings)
-    assert seen == [(addresses, settings["prices"])] * 12
-    assert addresses and settings["prices"]
+    samples = rolled_out(changes, model, tokenizer, addresses=addresses, settings=settings)
+    assert seen == [(addresses, settings["prices"])] * 12 and not any(sample.failure for sample in samples)
+    assert addresses and settings["prices"] and ROW["prompt"] == prompt_before
 
 
 SWALLOWED = []
@@ -911,16 +911,20 @@ def test_an_end_token_as_stop_text_tells_which_one_ended_the_message():
     assert sample.info == {"ended": True}
 
 
-@pytest.mark.parametrize("value", [74, {"price": 7}, [1, 2], None, b"7"])
-@pytest.mark.parametrize("call, name", [("observe", "text"), ("reply", "content")])
-def test_what_a_tool_returns_must_be_a_text(call, name, value, model, tokenizer):
-    async def wrong(trajectory):
-        await trajectory.generate(max_tokens=2)
-        getattr(trajectory, call)(value)
+def test_what_a_tool_returns_must_be_a_text(model, tokenizer):
+    values = [74, {"price": 7}, [1, 2], None, b"7"]
+    names = {"observe": "text", "reply": "content"}
 
-    (sample,) = rolled_out(wrong, model, tokenizer, new_groups([[5]], 1), eos_ids=())
-    error = sample.result["reward_extra_info"]["error"]
-    assert f"{call}: {name} must be a str; got {value!r}" in error and len(sample.response_ids) == 2
+    async def wrong(trajectory, call):
+        await trajectory.generate(max_tokens=2)
+        getattr(trajectory, call)(values[trajectory.number])
+
+    for call, name in names.items():
+        groups = new_groups([[5]], len(values))
+        samples = rolled_out(wrong, model, tokenizer, groups, eos_ids=(), settings={"call": call})
+        for sample, value in zip(samples, values):
+            error = sample.result["reward_extra_info"]["error"]
+            assert f"{call}: {name} must be a str; got {value!r}" in error and len(sample.response_ids) == 2
 
 
 WRONG = {
@@ -936,21 +940,21 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("call", WRONG)
-def test_a_wrong_argument_of_a_trajectory_fails_its_own_sample(call, model, tokenizer):
+def test_a_wrong_argument_of_a_trajectory_fails_its_own_sample(model, tokenizer):
+    calls = list(WRONG.values())
+
     async def wrong(trajectory):
         await trajectory.generate(max_tokens=2)
-        if trajectory.number == 0:
-            called = WRONG[call](trajectory)
+        if trajectory.number < len(calls):
+            called = calls[trajectory.number](trajectory)
             if called:
                 await called
 
-    samples = rolled_out(wrong, model, tokenizer, eos_ids=())
-    for number, sample in enumerate(samples):
-        assert sample.failure == ("" if number % 4 else "error") and len(sample.response_ids) == 2
-        if not number % 4:
-            error = sample.result["reward_extra_info"]["error"]
-            assert "ValueError: generate:" in error or "ValueError: insert:" in error
+    samples = rolled_out(wrong, model, tokenizer, new_groups([[5]], len(calls) + 1), eos_ids=())
+    assert all(len(sample.response_ids) == 2 for sample in samples) and not samples.pop().failure
+    for name, sample in zip(WRONG, samples):
+        error = sample.result["reward_extra_info"]["error"]
+        assert sample.failure == "error" and re.search("ValueError: (generate|insert):", error), name
 
 
 def test_a_function_that_takes_anything_gets_the_trajectory(model, tokenizer):
@@ -960,18 +964,6 @@ def test_a_function_that_takes_anything_gets_the_trajectory(model, tokenizer):
 
     samples = rolled_out(takes_anything, model, tokenizer, settings={"cost": 1})
     assert not any(sample.failure for sample in samples)
-
-
-def test_what_a_call_changes_of_its_row_no_other_call_sees(model, tokenizer):
-    async def changes(trajectory, prompt, extra_info):
-        assert prompt == [{"role": "user", "content": "?"}]
-        prompt[0]["content"] = "changed"
-        prompt.append("more")
-        await trajectory.generate(max_tokens=2)
-
-    samples = rolled_out(changes, model, tokenizer)
-    assert not any(sample.failure for sample in samples)
-    assert ROW["prompt"] == [{"role": "user", "content": "?"}]
 
 
 # ---- what is learned
@@ -1198,8 +1190,10 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
         (dict(rollout_fn=None, rollout_kwargs='{"cost": 1}'), "--rollout-fn"),
         (dict(rollout_fn="/nowhere.py:f"), "--rollout-fn /nowhere.py:f: the file /nowhere.py does not exist"),
         (dict(function="asks_the_judge"), "--rollout-fn .*reward_router_address"),
-        (dict(function="asks_the_judge", genrm=("toy/models/judge",), reward_mode="colocate"),
-         "--rollout-fn .*reward_router_address"),
+        (
+            dict(function="asks_the_judge", genrm=("toy/models/judge",), reward_mode="colocate"),
+            "--rollout-fn .*reward_router_address",
+        ),
     ],
     ids=str,
 )
@@ -1327,26 +1321,24 @@ def with_spaces(kind):
 
 
 @pytest.mark.parametrize("kind", ["first", "always", "normalizer", "never"])
-@pytest.mark.parametrize("text", ["74", " 74", "\n74", "7</s>4"])
-def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_a_tools(kind, text):
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_a_tools(kind):
     tokenizer = with_spaces(kind)
     end, texts = tokenizer.eos_token_id, []
 
-    async def function(trajectory):
+    async def function(trajectory, text):
         async for _ in trajectory.calls("?"):
             trajectory.observe(text)
         texts.append(trajectory.text)
 
-    left = [tokenizer.encode("65+9=?"), [end]]
-    sample = with_servers(lambda *_: said(left.pop(0)), function, tokenizer, {end})
-    assert texts == ["65+9=?" + text] == [tokenizer.decode(sample.response_ids, skip_special_tokens=True)]
-    assert sample.response_ids.count(end) == 1 and sample.turns[1]["text"] == text
+    for text in ("74", " 74", "\n74", "7</s>4"):
+        left = [tokenizer.encode("65+9=?"), [end]]
+        sample = with_servers(lambda *_: said(left.pop(0)), function, tokenizer, {end},
+                              settings={"text": text})  # fmt: skip
+        decoded = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        assert texts.pop() == "65+9=?" + text == decoded
+        assert sample.response_ids.count(end) == 1 and sample.turns[1]["text"] == text
 
-
-@pytest.mark.parametrize("kind", ["first", "always", "normalizer", "never"])
-def test_a_reply_is_the_tail_of_the_whole_also_where_a_space_is_put_before_a_text(kind):
-    tokenizer = with_spaces(kind)
-    end = tokenizer.eos_token_id
+    # A reply is the tail of the whole rendering here, too.
     answer = [*tokenizer.encode("65+9=74"), end]
     sample = replied(tokenizer, [answer, [end]], "they say 7", "user")
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "65+9=74"},
@@ -1372,22 +1364,23 @@ def test_a_policy_that_did_not_end_its_message_has_it_ended():
     )
 
 
-@pytest.mark.parametrize("call", ["generate", "observe"])
-def test_after_the_end_of_its_message_the_policy_writes_nothing_without_a_reply(call):
+def test_after_the_end_of_its_message_the_policy_writes_nothing_without_a_reply():
     tokenizer = templated("chatml")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    groups = new_groups([[5, 6]], 2)
 
     async def goes_on(trajectory):
         await trajectory.generate()
         assert trajectory.ended
-        left.clear()
-        await (trajectory.generate() if call == "generate" else asyncio.sleep(0))
+        if trajectory.number == 0:
+            await trajectory.generate()
         trajectory.observe("7")
 
-    left = [[20, end]]
-    sample = with_servers(lambda *_: said(left.pop(0)), goes_on, tokenizer, {end})
-    assert sample.failure == "error" and sample.response_ids == [20, end]
-    assert re.search(rf"{call}: the policy has ended its message; .*reply\(\)", str(sample.result))
+    left = [[20, end], [20, end]]
+    with_servers(lambda *_: said(left.pop(0)), goes_on, tokenizer, {end}, groups=groups)
+    for call, sample in zip(("generate", "observe"), groups[0]):
+        assert sample.failure == "error" and sample.response_ids == [20, end]
+        assert re.search(rf"{call}: the policy has ended its message; .*reply\(\)", str(sample.result))
 
 
 def test_how_a_turn_ended_can_be_told_apart():
@@ -1663,20 +1656,15 @@ def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
         threads.set()
 
 
-CLEANUPS = {
-    "awaits": lambda: asyncio.sleep(1.2),
-    "awaits a task": lambda: asyncio.wait_for(asyncio.sleep(1.2), 60),
-    "awaits a thread": lambda: asyncio.to_thread(time.sleep, 1.2),
-}
-
-
-@pytest.mark.parametrize("cleanup", CLEANUPS)
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_run_that_ends_waits_until_functions_have_cleaned_up(
-    cleanup, is_stopped, model, tokenizer, capfd
-):
+def test_a_run_that_ends_waits_until_functions_have_cleaned_up(is_stopped, model, tokenizer):
     """Otherwise, containers of tools would live on. The run is stopped, or all calls time out."""
     opened, closed, stop = [], [], threading.Event()
+    cleanups = [
+        lambda: asyncio.sleep(1.2),
+        lambda: asyncio.wait_for(asyncio.sleep(1.2), 60),
+        lambda: asyncio.to_thread(time.sleep, 1.2),
+    ]
 
     async def in_a_container(trajectory):
         opened.append(trajectory.number)
@@ -1686,7 +1674,7 @@ def test_a_run_that_ends_waits_until_functions_have_cleaned_up(
                 stop.set()
             await asyncio.sleep(1000)
         finally:
-            await CLEANUPS[cleanup]()
+            await cleanups[trajectory.number % 3]()
             closed.append(trajectory.number)
 
     rollouts = RolloutRunner(in_a_container, tokenizer, timeout=60 if is_stopped else 0.3)
@@ -1696,11 +1684,11 @@ def test_a_run_that_ends_waits_until_functions_have_cleaned_up(
         expected = pytest.raises(RuntimeError, match="interrupted during rollouts")
     try:
         with expected:
-            rollouts.roll_out(new_groups([[5]], 3), model=model, max_response_length=9, temperature=1.0,
+            rollouts.roll_out(new_groups([[5]], 6), model=model, max_response_length=9, temperature=1.0,
                               eos_ids={1}, seed=0, rollout_batch_size=8, stop=stop)  # fmt: skip
     finally:
         rollouts.close()
-    assert sorted(opened) == sorted(closed) == [0, 1, 2]
+    assert sorted(opened) == sorted(closed) == [*range(6)]
 
 
 def test_ctrl_c_ends_the_wait_for_cleanups(model, tokenizer, monkeypatch):
@@ -1889,26 +1877,24 @@ def test_the_look_up_of_the_page(tmp_path, tokenizer):
     assert reward("toy", "7", "7", sample.info) == pytest.approx(0.8)
 
 
-def test_a_function_that_asks_the_judge_leaves_no_session_open(tmp_path, tokenizer):
-    """Its warnings would be the last that a run prints."""
-    script = """
-import sys
-import compute_score
-from test_trajectory import *
+def test_a_function_that_asks_the_judge_leaves_no_session_open(tokenizer, monkeypatch):
+    """Otherwise, warnings of these sessions would be the last that a run prints."""
+    sessions, begin = [], rollout.aiohttp.ClientSession.__init__
 
-async def asks(trajectory):
-    trajectory.info["id"] = (await compute_score.served_model(sys.argv[1]))["id"]
-    await trajectory.generate()
+    def begins(session, *arguments, **options):
+        sessions.append(session)
+        begin(session, *arguments, **options)
 
-tokenizer = warm_start.build_tokenizer(["7"])
-sample = with_servers(plays(tokenizer, "7"), asks, tokenizer, {1})
-print(sample.info["id"])
-"""
+    monkeypatch.setattr(rollout.aiohttp.ClientSession, "__init__", begins)
+
+    async def asks(trajectory):
+        trajectory.info["id"] = (await compute_score.served_model(judge))["id"]
+        await trajectory.generate()
+
     with server(None) as judge:
-        command = [sys.executable, "-c", script, judge]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        told = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert told.stdout == "a-model\n" and "Unclosed" not in told.stderr, told
+        sample = with_servers(plays(tokenizer, "7"), asks, tokenizer, {1})
+    assert sample.info == {"id": "a-model"}
+    assert len(sessions) == 2 and all(session.closed for session in sessions)  # for the policy and the judge
 
 
 def test_the_second_turn_of_the_page(tmp_path, tokenizer):
@@ -1926,7 +1912,9 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
     assert refused.failure == "error" and "no critique: timeout" in str(refused.result)
     assert not sample.failure
     assert [(turn["who"], turn["text"]) for turn in sample.turns] == [
-        ("policy", "Remainder 1"), ("user", "Wrong. \\boxed{0}\n\nAnswer again."), ("policy", "Remainder 2")
+        ("policy", "Remainder 1"),
+        ("user", "Wrong. \\boxed{0}\n\nAnswer again."),
+        ("policy", "Remainder 2"),
     ]
 
 
@@ -2046,6 +2034,7 @@ def of_a_group(data_source, solution_strs, ground_truth, extra_info, turns, resp
 
 async def hangs(trajectory):
     await trajectory.generate(max_tokens=2)
+    await asyncio.to_thread(print, "the tool hangs", flush=True)
     await asyncio.to_thread(time.sleep, 300)
 '''
 
@@ -2079,11 +2068,8 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
                "--overlong-buffer", "0", "--max-response-length", "48", "--num-threads", "1"]  # fmt: skip
     root = Path(__file__).parent.parent
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("to watch this run in a browser"):
-                break
-        sent = threading.Timer(15, process.send_signal, [signal.SIGINT])
-        sent.start()
+        assert "the tool hangs\n" in process.stdout
+        process.send_signal(signal.SIGINT)
         said = process.stdout.read()
         assert process.wait(timeout=60) == 130, said
     assert "resumes after step 0" in said
