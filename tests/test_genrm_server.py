@@ -239,7 +239,7 @@ def test_cores_are_shared_out():
 
 
 def test_cpu_servers(stand_in, monkeypatch):
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")  # as in a key file
+    monkeypatch.setenv("ROUTER_API_KEY", "old,s3cret\n")  # as in a key file; the servers get the new one
     config = settings(
         stand_in,
         num_servers=2,
@@ -269,22 +269,10 @@ def test_cpu_servers(stand_in, monkeypatch):
                 and env["HF_HUB_OFFLINE"] == "1"
                 and "VLLM_SERVER_DEV_MODE" not in env
             )
-        assert {ask(f"http://{servers.router_address}", api_key="s3cret")["pids"][0] for _ in range(2)} == {
+        router = f"http://{servers.router_address}"
+        assert {ask(router, api_key=key)["pids"][0] for key in ("old", "s3cret")} == {
             told(servers, number)["pids"][0] for number in range(2)
         }
-
-
-def test_gpu_servers_and_a_classifier(stand_in, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-6f,7")
-    config = settings(
-        stand_in, num_servers=2, device="cuda", tensor_parallel_size=2, task="classify", sleep_mode=True
-    )
-    with running(config) as servers:
-        seen = [told(servers, number) for number in range(2)]
-        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["3,5", "GPU-6f,7"]
-        assert "--runner pooling" in " ".join(seen[0]["argv"]) and "--enable-sleep-mode" in seen[0]["argv"]
-        assert "--dtype auto" in " ".join(seen[0]["argv"]) and seen[0]["env"]["VLLM_SERVER_DEV_MODE"] == "1"
-        assert "--gpu-memory-utilization" not in seen[0]["argv"]
 
 
 def test_servers_that_share_a_gpu(stand_in, monkeypatch):
@@ -360,16 +348,6 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     servers.shutdown()  # a second call does nothing
     output = capfd.readouterr().out
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
-
-
-def test_a_hanging_server_is_restarted(stand_in, monkeypatch):
-    with running(settings(stand_in)) as servers:
-        victim = told(servers)["pids"]
-        monkeypatch.setattr(genrm_server, "HANG_SECONDS", 0.5)
-        (stand_in / "hang").touch()
-        until(lambda: not any(map(alive, victim)))
-        (stand_in / "hang").unlink()
-        until(lambda: servers.slots[0].joined)
 
 
 def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(stand_in, capfd, monkeypatch):
@@ -467,13 +445,21 @@ def test_servers_on_two_nodes_have_the_same_files(stand_in):
         assert expected in slot.given_up
 
 
-def test_deaths_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
+def test_deaths_and_hangs_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
     """For example, a sample may kill the engine each time it is sent."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in)) as servers:
+        (slot,) = servers.slots
         for number in range(1, 4):
             os.kill(told(servers)["pids"][0], signal.SIGKILL)
-            until(lambda: restarts_of(servers) == number and servers.slots[0].joined)
+            until(lambda: restarts_of(servers) == number and slot.joined)
+        victim = told(servers)["pids"]
+        monkeypatch.setattr(genrm_server, "HANG_SECONDS", 0.5)
+        (stand_in / "hang").touch()
+        until(lambda: not any(map(alive, victim)))
+        monkeypatch.setattr(genrm_server, "HANG_SECONDS", 180.0)
+        (stand_in / "hang").unlink()
+        until(lambda: slot.joined)
         servers.check()
 
 
@@ -593,7 +579,6 @@ def test_servers_that_share_no_gpu_start_together(four_on_two_gpus):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_server_whose_engine_hangs_behind_a_good_health_is_restarted(stand_in, capfd):
     with running(settings(stand_in, num_servers=2, api_key="k")) as servers:
         victim = told(servers, 1)["pids"][0]
@@ -683,10 +668,7 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
         logs.touch()  # now no log can be written, which does not count as a death of the server
         os.kill(told(servers, 1)["pids"][0], signal.SIGKILL)
         until(lambda: servers.slots[1].restarts >= 3)
-        assert (
-            not servers.slots[1].given_up
-            and "server 1 failed (FileExistsError" in capfd.readouterr().out
-        )
+        assert not servers.slots[1].given_up and "server 1 failed (FileExistsError" in capfd.readouterr().out
         logs.unlink()
         until(lambda: servers.slots[1].joined)
 
@@ -776,7 +758,7 @@ def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
         assert "WARNING" not in capfd.readouterr().out
 
 
-def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer):
+def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer, capfd):
     import torch
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
@@ -789,6 +771,8 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     model = policy.model
     servers = PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2, seed=5))
     try:
+        assert "/dev/shm" not in capfd.readouterr().out
+        assert servers.folder.path.parent == Path("/dev/shm")
         for number in range(2):
             seen = told(servers.service, number)
             assert (
@@ -838,6 +822,14 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     assert not servers.folder.path.exists()
 
 
+def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
+    """Other weights go through /dev/shm (see the test above)."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with serving(PolicyServers(policy_of(copy.deepcopy(model)), tokenizer, settings(stand_in))) as servers:
+        (line,) = [line for line in capfd.readouterr().out.splitlines() if "/dev/shm" in line]
+        assert "policy servers: " in line and str(servers.folder.path.parent) in line
+
+
 def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokenizer, model, monkeypatch):
     """Otherwise, the router would hold each attempt for --queue-timeout, which is 15 minutes in a run."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 1)
@@ -849,18 +841,6 @@ def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokeni
         options = dict(max_response_length=4, temperature=1.0, eos_ids=(), rollout_batch_size=1)
         with pytest.raises(RuntimeError, match="all servers failed too often"):
             rollout_vllm(servers, [Sample({}, [1])], **options)
-
-
-def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
-    policy = policy_of(copy.deepcopy(model))
-    with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
-        assert "/dev/shm" not in capfd.readouterr().out
-        assert servers.folder.path.parent == Path("/dev/shm")
-    free = SimpleNamespace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with serving(PolicyServers(policy, tokenizer, settings(stand_in))) as servers:
-        (line,) = [line for line in capfd.readouterr().out.splitlines() if "/dev/shm" in line]
-        assert "policy servers: " in line and str(servers.folder.path.parent) in line
 
 
 def test_a_server_that_died_of_a_call_to_all_and_is_back_before_the_others_answer_ends_nothing(
@@ -903,18 +883,20 @@ def test_a_service_on_ipv6_prints_an_address_that_can_be_used(stand_in):
         process.wait(60)
 
 
-def test_of_two_keys_the_servers_have_the_new_one(stand_in):
-    with running(settings(stand_in, api_key="old,new")) as servers:
-        for key in ("old", "new"):
-            assert ask(f"http://{servers.router_address}", api_key=key)["env"]["VLLM_API_KEY"] == "new"
-
-
-def test_sleep_and_wake(stand_in, monkeypatch):
+def test_gpu_servers_and_a_classifier_sleep_and_wake(stand_in, monkeypatch):
     with running(settings(stand_in, sleep_mode=True)) as servers:
         servers.sleep()
         servers.sleep(False)  # this call has no effect
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with running(settings(stand_in, num_servers=2, device="cuda", sleep_mode=True)) as servers:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-6f,7")
+    config = settings(
+        stand_in, num_servers=2, device="cuda", tensor_parallel_size=2, task="classify", sleep_mode=True
+    )
+    with running(config) as servers:
+        seen = [told(servers, number) for number in range(2)]
+        assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in seen] == ["3,5", "GPU-6f,7"]
+        assert "--runner pooling" in " ".join(seen[0]["argv"]) and "--enable-sleep-mode" in seen[0]["argv"]
+        assert "--dtype auto" in " ".join(seen[0]["argv"]) and seen[0]["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+        assert "--gpu-memory-utilization" not in seen[0]["argv"]
         servers.sleep()
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
