@@ -25,11 +25,7 @@ from tiny import config_of, policy_of, terms
 
 
 def test_pass_at_k_by_hand():
-    assert (
-        pass_at_k(4, 1, 2) == 0.5
-        and pass_at_k(4, 0, 3) == 0
-        and pass_at_k(4, 2, 3) == 1
-    )
+    assert pass_at_k(4, 1, 2) == 0.5 and pass_at_k(4, 0, 3) == 0 and pass_at_k(4, 2, 3) == 1
 
 
 def scored(score, row=None, text="", **info):
@@ -71,9 +67,7 @@ def test_validation_metrics_by_hand():
 
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
-    metrics = validation_metrics(
-        [[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]]
-    )
+    metrics = validation_metrics([[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]])
     log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
     log.metrics({"step": 0} | metrics)
     figures = []
@@ -615,54 +609,54 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
 
 
 STEP = """
-    import signal, sys, time
+    import os, signal, sys, time
     import run
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has another one
-    signal.signal(signal.SIGHUP, signal.{hang_up})
-    interrupts = run.Interrupts()
-    try:
-        with interrupts.held():
-            print("step", flush=True)
-            open({path!r}, "a").close()
-            end = time.monotonic() + {patience}
-            while not interrupts.asked and time.monotonic() < end:
-                time.sleep(0.02)
-            print("still printing", file=sys.stderr, flush=True)
-            open({path!r}, "a").write("step done ")
-    except KeyboardInterrupt:
-        open({path!r}, "a").write("saved")
+    for path, hang_up in {rounds}:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has another one
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.Handlers[hang_up])
+        interrupts = run.Interrupts()
+        try:
+            with interrupts.held():
+                print("step", flush=True)
+                open(path, "a").close()
+                while not interrupts.asked and not os.path.exists(path + ".end"):
+                    time.sleep(0.02)
+                print("still printing", file=sys.stderr, flush=True)
+                open(path, "a").write("step done ")
+        except KeyboardInterrupt:
+            open(path, "a").write("saved")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path, number):
-    path = tmp_path / "said"
-    code = STEP.format(path=str(path), hang_up="SIG_DFL", patience=60)
-    with in_another_process(code, stdout=subprocess.PIPE) as run:
-        assert run.stdout.readline() == "step\n"
-        run.send_signal(number)
-        assert "finishing this step, then saving" in run.stdout.read()
-    assert path.read_text() == "step done saved"
+def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path):
+    rounds = [(str(tmp_path / number.name), "SIG_DFL") for number in (signal.SIGINT, signal.SIGTERM)]
+    with in_another_process(STEP.format(rounds=rounds), stdout=subprocess.PIPE) as run:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert run.stdout.readline() == "step\n"
+            run.send_signal(number)
+            assert "finishing this step, then saving" in run.stdout.readline()
+    assert [Path(path).read_text() for path, _ in rounds] == ["step done saved"] * 2
 
 
-@pytest.mark.parametrize(
-    "hang_up, patience, said",
-    [("SIG_DFL", 60, "step done saved"), ("SIG_IGN", 0.5, "step done ")],  # a normal start, and nohup
-)
-def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(
-    tmp_path, hang_up, patience, said
-):
+def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(tmp_path):
     """Printing to a closed terminal must not end the run before it is saved."""
-    path = tmp_path / "said"
+    nohup, normal = tmp_path / "nohup", tmp_path / "normal"
     terminal, inside = os.openpty()
-    code = STEP.format(path=str(path), hang_up=hang_up, patience=patience)
+    code = STEP.format(rounds=[(str(nohup), "SIG_IGN"), (str(normal), "SIG_DFL")])
     code = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + textwrap.dedent(code)
-    output = inside if hang_up == "SIG_DFL" else subprocess.DEVNULL  # nohup redirects it to a file
-    run = in_another_process(code, stdin=inside, stdout=output, stderr=output, start_new_session=True)
+    run = in_another_process(code, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
     os.close(inside)
-    while not path.exists():
-        assert run.poll() is None
-        time.sleep(0.01)
+
+    def wait_for_step(path):
+        while not path.exists():
+            assert run.poll() is None
+            time.sleep(0.01)
+
+    wait_for_step(nohup)
+    run.send_signal(signal.SIGHUP)  # as the system does when the terminal is closed
+    (tmp_path / "nohup.end").touch()
+    wait_for_step(normal)
     os.close(terminal)
     run.wait(120)
-    assert path.read_text() == said
+    assert (nohup.read_text(), normal.read_text()) == ("step done ", "step done saved")
