@@ -215,9 +215,8 @@ async def test_any_method_and_answers_without_a_body():
     async def play(request, upstream):
         if request.raw_path == "/x":
             return await say_name(request, upstream)
-        return web.Response(
-            status=int(request.raw_path[1:]), body=b"12345" if request.method == "HEAD" else None
-        )
+        body = b"12345" if request.method == "HEAD" else None
+        return web.Response(status=int(request.raw_path[1:]), body=body, headers={"Location": "/x"})
 
     async with Upstream(play) as up, Running(up) as it:
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"):
