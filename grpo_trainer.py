@@ -45,7 +45,7 @@ from algorithm import set_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import batch_metrics, validation_metrics, verdict_counts
+from run_folder import batch_metrics, done_line, validation_metrics, verdict_counts
 
 # With fewer samples that need a verdict, one lost verdict says little about the judge.
 MIN_VERDICTS = 20
@@ -382,7 +382,7 @@ def main(config: Config) -> None:
             os.environ["HF_HUB_OFFLINE"] = "1"  # Child processes read this variable.
             huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
-        print(f"done: {target or 'dry run'}")
+        print(done_line(config, target))
 
 
 if __name__ == "__main__":

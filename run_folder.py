@@ -29,17 +29,20 @@ from statistics import median
 
 from command_line import without_secrets
 
-ON_SCREEN = {  # The terminal shows these metrics with these labels.
-    "reward/mean": "reward",
-    "reward/acc": "acc",
-    "reward/flawed_positive_rate": "flawed",
-    "reward/no_verdict": "no_verdict",
-    "response_length/mean": "length",
-    "response_length/clipped": "clipped",
-    "actor/entropy": "entropy",
-    "rollout/logprob_diff": "logprob_diff",
+# The terminal shows these metrics of each step: the label, the format, and the value that must be exceeded.
+ON_SCREEN = {
+    "reward/mean": ("reward", "6.3f"),
+    "reward/acc": ("acc", "5.3f"),
+    "reward/flawed_positive_rate": ("flawed", "5.3f"),
+    "response_length/mean": ("length", "4.0f"),
+    "actor/entropy": ("entropy", "4.2f"),
 }
-ONLY_IF_NOT_0 = ("reward/no_verdict", "response_length/clipped")
+# These metrics follow at the end of the line if they exceed a bound.
+ABOVE = {
+    "reward/no_verdict": ("no_verdict", 0.0),
+    "response_length/clipped": ("truncated", 0.0),
+    "rollout/logprob_diff": ("logprob_diff", 1e-3),  # In float32, it is about 1e-7.
+}
 PANELS = {
     "reward": ["reward/mean", "reward/score"],
     "accuracy": ["reward/acc"],  # draw_curves adds accuracies from evaluations.
@@ -158,12 +161,17 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
 
     During a run, a file may end in the middle of a line, or even of a character.
     """
+    if not path.is_file():
+        return [], 0
+    return parse_lines(path.read_text(errors="replace"))
+
+
+def parse_lines(text: str) -> tuple[list[dict], int]:
+    """Return the objects of JSONL text, and the number of incomplete lines."""
     lines = []
     torn = 0
-    if not path.is_file():
-        return lines, torn
     # splitlines() would also split at characters such as U+2028.
-    for line in path.read_text(errors="replace").split("\n"):
+    for line in text.split("\n"):
         if not line:
             continue
         try:
@@ -376,32 +384,52 @@ def accuracies(line: dict) -> list[str]:
 
 
 def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
-    """Print the most important metrics of a step or an evaluation, in lines of at most 120 characters.
+    """Print the most important metrics of a step or an evaluation, in lines of at most 100 characters.
 
-    Reward components named in `terms` (`weights` in --advantage-kwargs) are shown as well.
+    The numbers of steps stand in columns. Reward components named in `terms` (`weights` in
+    --advantage-kwargs), and metrics that are worth a look, follow at the end.
     """
-    labels = ON_SCREEN | {f"reward/{term}": term for term in terms if f"reward/{term}" not in ON_SCREEN}
-    parts = [f"step {line['step']}/{total_steps}"]
-    for key in [*labels, *accuracies(line)]:
-        if key in line and (line[key] or key not in ONLY_IF_NOT_0):
-            parts.append(f"{labels.get(key, key)} {line[key]:.3g}")
-    if len(parts) == 1:
-        return
-    if "time/step" in line:
-        parts.append(f"{line['time/step']:.3g} s")
-    if "time/step" in line and seconds_left:
-        left = f"{math.ceil(seconds_left / 60)} min left"
+    width = len(str(total_steps))
+    head = f"step {line['step']:{width}}/{total_steps}"
+    cells = [f"{label} {line[key]:{form}}" for key, (label, form) in ON_SCREEN.items() if key in line]
+    if cells and "time/step" in line:
+        cells.append(f"{line['time/step']:4.1f} s")
+    if cells and "time/step" in line and seconds_left:
+        left = f"{math.ceil(seconds_left / 60):2} min left"
         if seconds_left > 7200:
             left = f"{seconds_left / 3600:.1f} h left"
-        parts.append(left)
-    text = ""
-    for part in parts:
+        cells.append(left)
+    for term in terms:
+        if f"reward/{term}" in line and f"reward/{term}" not in ON_SCREEN:
+            cells.append(f"{term} {line[f'reward/{term}']:.3f}")
+    for key, (label, bound) in ABOVE.items():
+        if line.get(key, 0) > bound:
+            cells.append(f"{label} {line[key]:.3f}")
+    label = "held-out acc: "
+    for key in accuracies(line):
+        if key in line:
+            cells.append(f"{label}{key.removeprefix('val/').removesuffix('/mean@1')} {line[key]:.3f}")
+            label = ""
+    if not cells:
+        return
+    text = head
+    for cell in cells:
         start = text.rfind("\n") + 1
-        if len(text) - start + len(part) > 118:
-            text += f"\n    {part}"
+        if len(text) - start + len(cell) > 98:
+            text += f"\n    {cell}"
         else:
-            text += f"  {part}" if text else part
+            text += f"  {cell}"
     print(text, flush=True)
+
+
+def done_line(config, checkpoint: Path | None) -> str:
+    """Return the last line of a run: its newest checkpoint, and what to open next."""
+    if not checkpoint:
+        return "done: dry run"
+    page = Path(config.out_dir, "report.html")
+    if not page.is_file():  # A copy of the scripts may lack tools/.
+        return f"done: {checkpoint}"
+    return f"done: {checkpoint}; to read the run, open {page} in a browser"
 
 
 def draw_curves(history: list[dict], path: Path) -> None:

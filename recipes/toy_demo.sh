@@ -36,3 +36,5 @@ stage "5. The final tables and the web page"
 python -m toy.report --runs "$RUNS"
 python -m tools.view_run "$RUNS"
 stage "done"
+echo 'In the last table, compare "flawed positives" and "fully correct" of the two trained policies.'
+echo 'On the page, click a point of a curve to read the samples of that step.'

@@ -205,26 +205,43 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
 
 def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(capsys):
     line = {"step": 3, "reward/mean": 2 / 3, "reward/other": 1.0, "response_length/clipped": 0.25}
-    run_folder.print_line(line, 10)
+    run_folder.print_line(line | {"rollout/logprob_diff": 0.0009, "reward/no_verdict": 0.0}, 10)
     line = {"step": 3, "val/a/b/mean@2": 0.5, "val/a/b/no_verdict/mean@2": 0.0, "val/a/b/acc2": 1.0}
-    run_folder.print_line(line, 10)
+    line |= {"val/toy/mean@1": 0.75, "val/toy/no_verdict/mean@1": 0.0}
+    run_folder.print_line(line | {"val/toy/greedy": 0.25, "val/toy/no_verdict/greedy": 0.0}, 10)
+    run_folder.print_line({"step": 0, "time/step": 1.0}, 10)
     assert capsys.readouterr().out == (
-        "step 3/10  reward 0.667  clipped 0.25\nstep 3/10  val/a/b/mean@2 0.5\n"
+        "step  3/10  reward  0.667  truncated 0.250\n"
+        "step  3/10  held-out acc: a/b/mean@2 0.500  toy 0.750  toy/greedy 0.250\n"
     )
 
 
 def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time_left(tmp_path, capsys):
     log = run_folder.Log(config_of(out_dir=str(tmp_path), total_steps=200, **terms(style=0.1)), 0)
-    values = {key: -0.00123456 for key in run_folder.ON_SCREEN} | {"reward/style": 0.25, "time/step": 30.0}
     log.metrics({"step": 100, "reward/mean": 0.5, "time/step": 90.0, "reward/no_verdict": 0.0})
+    values = {"reward/mean": -0.25, "reward/acc": 1.0, "reward/flawed_positive_rate": 0.5, "time/step": 30.0}
+    values |= {"response_length/mean": 1234.5, "actor/entropy": 0.456}
     log.metrics({"step": 101} | values)
-    short, *long = capsys.readouterr().out.splitlines()
-    assert short == "step 100/200  reward 0.5  90 s  2.5 h left"
-    assert len(long) > 1 and max(map(len, long)) <= 120
-    assert "  style 0.25  " in " ".join(long) and long[-1].endswith("30 s  50 min left")
-    for step, seconds in ((102, 30.0), (103, 900.0), (104, 4.0)):  # The step of 90 s no longer counts.
+    extra = {"rollout/logprob_diff": 0.0123, "reward/no_verdict": 0.125, "response_length/clipped": 0.5}
+    log.metrics({"step": 102, "reward/style": 0.25} | values | extra)
+    short, whole, *long = capsys.readouterr().out.splitlines()
+    assert short == "step 100/200  reward  0.500  90.0 s  2.5 h left"
+    columns = "reward -0.250  acc 1.000  flawed 0.500  length 1234  entropy 0.46  30.0 s  "
+    assert whole == f"step 101/200  {columns}50 min left" and len(whole) == 100
+    assert long == [f"step 102/200  {columns}49 min left",
+                    "    style 0.250  no_verdict 0.125  truncated 0.500  logprob_diff 0.012"]  # fmt: skip
+    for step, seconds in ((103, 900.0), (104, 4.0)):  # The step of 90 s no longer counts.
         log.metrics({"step": step, "reward/mean": 0.5, "time/step": seconds})
-    assert capsys.readouterr().out.endswith(" 4 s  48 min left\n")  # 96 steps of 30 s, the median
+    assert capsys.readouterr().out.endswith("   4.0 s  48 min left\n")  # 96 steps of 30 s, the median
+
+
+def test_the_last_line_of_a_run_names_its_page_if_it_has_one(tmp_path):
+    config = config_of(out_dir=str(tmp_path))
+    assert run_folder.done_line(config, None) == "done: dry run"
+    assert run_folder.done_line(config, "run/step_60") == "done: run/step_60"
+    (tmp_path / "report.html").touch()
+    page = f"to read the run, open {tmp_path}/report.html in a browser"
+    assert run_folder.done_line(config, "run/step_60") == f"done: run/step_60; {page}"
 
 
 def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, model, tokenizer):
