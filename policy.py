@@ -68,7 +68,8 @@ class Sample:
     # Whether the policy wrote each response token, and so learns from it. If empty, it wrote all of them.
     loss_mask: list[bool] = field(default_factory=list)
     truncated: bool = False  # Whether the response ran out of tokens.
-    # A rollout function (trajectory.py) sets the next four fields.
+    # A rollout function (trajectory.py) sets the next five fields.
+    seed: int | None = None  # The seed of the trajectory, which its group shares.
     turns: list[dict] = field(default_factory=list)  # {"who": "policy", "text": "65+9=?", "tokens": 5}
     info: dict = field(default_factory=dict)  # Additional data for the reward function.
     failure: str = ""  # "error" or "timeout" if the rollout failed; such a sample gets no reward.

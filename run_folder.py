@@ -51,6 +51,8 @@ PANELS = {
     "entropy": ["actor/entropy"],
     "seconds": ["time/rollout", "time/reward_wait", "time/update", "time/step"],
 }
+# The columns of the table of samples for W&B.
+IN_TABLE = ("step", "data_source", "prompt", "ground_truth", "response", "reward_score", "reward_extra_info")
 # Means of answers and indices are meaningless, and genrm_shared has its own metric.
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
 # A model may write half a surrogate pair, which UTF-8 cannot encode. JSON can, for example as \ud83d.
@@ -285,9 +287,11 @@ class Log:
         """Write about `samples_per_step` samples of each data source to samples.jsonl.
 
         Training writes whole groups, whereas an evaluation writes only the first sample of each group.
-        `decode` turns token ids into text, which is needed to locate paragraphs.
+        W&B gets the samples of evaluations as a table. `decode` turns token ids into text, which is needed to
+        locate paragraphs.
         """
         written = Counter()
+        shown = []
         with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             self.recent = [line for line in self.recent if line["step"] > step - 13]
             for number, group in enumerate(groups):
@@ -301,7 +305,14 @@ class Log:
                     place = {"step": step, "split": split, "group": number, "data_source": source}
                     line = place | line_of(sample, decode)
                     self.recent.append(line)
-                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                    # A rollout function may store anything, also under keys that JSON does not have.
+                    file.write(json.dumps(line, ensure_ascii=False, default=str, skipkeys=True) + "\n")
+                    shown.append([str(line[key]) for key in IN_TABLE])
+        if self.wandb and split == "val":
+            import wandb
+
+            table = wandb.Table(columns=list(IN_TABLE), data=shown)
+            self.wandb.log({"samples": table, "step": step}, step=step + self.wandb_shift)
 
     def plot(self):
         """Draw curves.png from all metrics so far."""
@@ -354,6 +365,13 @@ def line_of(sample, decode) -> dict:
         "clipped": sample.truncated,
         "response": sample.text,
     }
+    file, _, number = sample.row.get("where", "").rpartition(", row ")
+    if number:  # Other programs can join the sample with its row.
+        line |= {"file": file, "row": int(number)}
+    if sample.seed is not None:
+        line["seed"] = sample.seed
+    if sample.info:
+        line["extra_info"] = sample.info
     if sample.has_turns:
         line["turns"] = sample.turns
     elif sample.token_advantages:

@@ -751,6 +751,7 @@ class Wave:
         for group_number, group in enumerate(groups):
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
+                sample.seed = group_seed
                 trajectory = Trajectory(sample, len(self.trajectories), number, group_seed, self)
                 row = sample.row
                 given = self.runner.models | {

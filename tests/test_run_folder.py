@@ -282,7 +282,9 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     """
     config = config_of(out_dir=str(tmp_path), samples_per_step=9)
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
+    row["where"] = "data/a, row 3.jsonl, row 12"
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
+    sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}}
     run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], None)
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
@@ -290,6 +292,9 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
         json.loads(line)["response"] == "one\u2028two\x85three"
         and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
     )
+    joined = {key: json.loads(line)[key] for key in ("file", "row", "seed", "extra_info")}
+    info = {"board": {}, "moves": "{1}"}  # JSON has no tuples as keys, and no sets
+    assert joined == {"file": "data/a, row 3.jsonl", "row": 12, "seed": 5, "extra_info": info}
 
 
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
@@ -395,7 +400,10 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["grpo_trainer.py", "--reward-kwargs", secret])
     config = config_of(out_dir=str(tmp_path), tensorboard=True, wandb=True, reward_kwargs=secret)
     log = run_folder.Log(config, first_step=0)
+    row = {"data_source": "toy", "prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
     for step in (1, 2):
+        for split in ("train", "val"):
+            log.samples(step, split, [[scored(step / 4, row, f"{split} {step}")]], None)
         log.metrics({"step": step, "reward/mean": step / 4})
     log.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -404,6 +412,12 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (offline,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in offline.read_bytes() and (tmp_path / "wandb_id").read_text() in offline.name
+    tables = sorted(map(Path.read_text, (tmp_path / "wandb").rglob("samples_*.table.json")))
+    columns = ["step", "data_source", "prompt", "ground_truth", "response", "reward_score"]
+    for step, table in zip(("1", "2"), map(json.loads, tables), strict=True):
+        assert table["columns"] == [*columns, "reward_extra_info"]
+        (cells,) = table["data"]
+        assert cells[:6] == [step, "toy", "2+2?", "4", f"val {step}", str(int(step) / 4)]
     for file in filter(Path.is_file, (tmp_path / "wandb").rglob("*")):
         assert b"hush" not in file.read_bytes()
     assert sys.argv[2] == secret

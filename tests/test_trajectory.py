@@ -1105,6 +1105,7 @@ def test_a_run_with_a_tool(world, tmp_path):
     assert first["val/toy/told/mean@1"] == 5
     sample = next(line for line in lines_of(config.out_dir, "samples.jsonl") if line.get("turns"))
     assert {turn["who"] for turn in sample["turns"]} == {"policy", "tool"}
+    assert sample["file"] == config.train_file and isinstance(sample["seed"], int) and sample["row"] >= 0
 
 
 def test_a_stopped_run_that_goes_on_is_the_same_run(world):
