@@ -464,7 +464,8 @@ def test_texts_and_lines_have_the_contrast_of_wcag_aa(theme):
         for front in ("text", "soft", "link", *KINDS):
             assert contrast(colours[front], colours[back]) >= 4.5, (front, back)
         for number in range(6):
-            assert contrast(colours[f"run-{number}"], colours[back]) >= 3, (number, back)
+            for kind in ("run", "part"):
+                assert contrast(colours[f"{kind}-{number}"], colours[back]) >= 3, (kind, number, back)
         tints = {"good": 0.4, "bad": 0.4, "flawed": 0.14, "plain": 0.17}  # the strongest tints
         for tint, share in tints.items():
             under = mixed(colours[tint], colours[back], share)
@@ -505,7 +506,9 @@ def test_colour_blind_readers_can_tell_the_colours_of_runs_apart(theme):
     """
     colours = themes()[theme]
     runs = [f"run-{number}" for number in range(6)]
-    for names, least in ((runs, 0.1), (["good", "flawed"], 0.1), (["good", "bad"], 0.1)):
+    parts = [f"part-{number}" for number in range(6)]
+    assert not {colours[name] for name in runs} & {colours[name] for name in parts}
+    for names, least in ((runs, 0.1), (parts, 0.1), (["good", "flawed"], 0.1), (["good", "bad"], 0.1)):
         for vision in VISIONS:
             for index, one in enumerate(names):
                 for other in names[:index]:

@@ -21,8 +21,9 @@ import json
 import math
 import os
 import sys
+import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from pathlib import Path
@@ -31,14 +32,16 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import cli, one_line_errors
-from run_folder import read_lines, without_secrets
-from tools.diagnose import audit, diagnose
+from run_folder import parse_lines, read_lines, without_secrets
+from tools.diagnose import Finding, audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # in the order in which they must run
 # All samples of a group have the same values of these keys in samples.jsonl.
-OF_GROUP = ("step", "split", "group", "data_source", "prompt", "ground_truth")
+OF_GROUP = ("step", "split", "group", "data_source", "file", "row", "seed", "prompt", "ground_truth")
+READ = {}  # {path: (number of bytes, their checksum, their lines)}, so that --serve parses only what is new
+DIAGNOSED = {}  # {folder: (the steps that were diagnosed, {name: finding})}, for the same reason
 
 
 @dataclass
@@ -70,19 +73,55 @@ def find_runs(folders) -> dict[str, Path]:
     return {run.relative_to(common).as_posix(): run for run in found}
 
 
+def read_new(path: Path) -> tuple[list[dict], int]:
+    """Return the objects of a JSONL file and the number of incomplete lines, as run_folder.read_lines does.
+
+    Lines that this process has read before are not parsed again. Do not change them. Each object gets the key
+    `bytes`, which is its size on the page without what its group shares.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    size, checksum, lines = READ.get(path, (0, 0, []))
+    if zlib.crc32(content[:size]) != checksum:  # A run that resumes writes its files again.
+        size, lines = 0, []
+    end = content.rfind(b"\n") + 1  # A run in progress may be writing the rest.
+    new, torn = parse_lines(content[size:end].decode(errors="replace"))
+    rest, torn_rest = parse_lines(content[end:].decode(errors="replace"))
+    for line in new + rest:
+        line["bytes"] = len(json.dumps({key: line[key] for key in line.keys() - OF_GROUP}))
+    lines = lines + new
+    READ[path] = end, zlib.crc32(content[:end]), lines
+    return lines + rest, torn + torn_rest
+
+
+def findings_of(folder: Path, metrics: list[dict], samples: list[dict]) -> list[Finding]:
+    """Return the findings of a run. Only steps that are new since the last call are diagnosed."""
+    steps = [(line["step"], line["reward/mean"], line.get("time/step")) for line in metrics
+             if "reward/mean" in line]  # fmt: skip
+    known, before = DIAGNOSED.get(folder, ([], {}))
+    if steps[: len(known)] != known:  # The run has resumed and repeated steps.
+        known, before = [], {}
+    found = dict(before)
+    for finding in diagnose(metrics, samples, last=len(steps) - len(known)):
+        if finding.name in before:
+            finding = replace(finding, steps=before[finding.name].steps + finding.steps)
+        found[finding.name] = finding
+    DIAGNOSED[folder] = steps, found
+    return list(found.values())
+
+
 def curves_of(lines: list[dict]) -> dict[str, list]:
     """Return {metric: [[step, value], ...]}."""
     curves = {}
     for line in lines:
         for key, value in line.items():
-            if key != "step" and math.isfinite(value):
+            if key not in ("step", "bytes") and math.isfinite(value):
                 curves.setdefault(key, []).append([line["step"], value])
     return curves
 
 
 def sample_of(line: dict) -> dict:
     """Return the keys of one sample, with the first error according to the toy world's oracle."""
-    sample = {key: value for key, value in line.items() if key not in OF_GROUP}
+    sample = {key: value for key, value in line.items() if key not in (*OF_GROUP, "bytes")}
     if "oracle_flawed_positive" in line["reward_extra_info"]:
         try:
             sample["oracle"] = first_wrong_paragraph(line["prompt"], line["response"])
@@ -97,39 +136,44 @@ def group_of(lines: list[dict]) -> dict:
     A reward function for groups returns the same `group_...` keys for all samples of a group. They become the
     group's `verdict`.
     """
-    group = {key: lines[0][key] for key in OF_GROUP}
+    group = {key: lines[0][key] for key in OF_GROUP if key in lines[0]}
+    infos = [line["reward_extra_info"] for line in lines]
+    common = set()
     group["verdict"] = {}
-    group["samples"] = list(map(sample_of, lines))
-    infos = [sample["reward_extra_info"] for sample in group["samples"]]
-    for key, value in list(infos[0].items()):
+    for key, value in infos[0].items():
         if key.startswith("group_") and all(info.get(key) == value for info in infos):
+            common.add(key)
             if value is not None:
                 group["verdict"][key.removeprefix("group_")] = value
-            for info in infos:
-                info.pop(key, None)
+    group["samples"] = []
+    for line, info in zip(lines, infos):
+        sample = sample_of(line)
+        sample["reward_extra_info"] = {key: value for key, value in info.items() if key not in common}
+        group["samples"].append(sample)
     return group
 
 
-def fit(groups: list[dict], limit: float) -> tuple[list[dict], int]:
-    """Return the groups of every n-th step and of the last step, and the smallest n that fits `limit`."""
+def fit(groups: list[list[dict]], limit: float) -> tuple[list[list[dict]], float, int]:
+    """Return the groups of every n-th step and of the last step, their size, and the smallest n that fits."""
     sizes = Counter()
-    for group in groups:
-        sizes[group["step"]] += len(json.dumps(group))
+    for lines in groups:
+        sizes[lines[0]["step"]] += len(str(lines[0]["prompt"])) + sum(line["bytes"] for line in lines)
     steps = sorted(sizes)
     every = 1
     while True:
         kept = {*steps[::every], *steps[-1:]}
-        if every >= len(steps) or sum(sizes[step] for step in kept) <= limit:
-            return [group for group in groups if group["step"] in kept], every
+        size = sum(sizes[step] for step in kept)
+        if every >= len(steps) or size <= limit:
+            return [lines for lines in groups if lines[0]["step"] in kept], size, every
         every += 1
 
 
-def thin(groups: list[dict], limit: float) -> tuple[list[dict], list[str]]:
+def thin(groups: list[list[dict]], limit: float) -> tuple[list[list[dict]], list[str]]:
     """Return the groups that fit in `limit` bytes, and notes on omissions. Evaluations get at most half."""
-    trained = [group for group in groups if group["split"] != "val"]
-    evaluated = [group for group in groups if group["split"] == "val"]
-    evaluated, every_evaluation = fit(evaluated, limit / 2)
-    trained, every_step = fit(trained, limit - len(json.dumps(evaluated)))
+    trained = [lines for lines in groups if lines[0]["split"] != "val"]
+    evaluated = [lines for lines in groups if lines[0]["split"] == "val"]
+    evaluated, size, every_evaluation = fit(evaluated, limit / 2)
+    trained, _, every_step = fit(trained, limit - size)
     notes = []
     for what, every in (("step", every_step), ("evaluation", every_evaluation)):
         if every > 1:
@@ -147,11 +191,11 @@ def settings_of(folder: Path) -> dict:
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
     """Return the data of a run for the page, with notes on omitted data."""
-    metrics, torn_metrics = read_lines(folder / "metrics.jsonl")
-    samples, torn_samples = read_lines(folder / "samples.jsonl")
+    metrics, torn_metrics = read_new(folder / "metrics.jsonl")
+    samples, torn_samples = read_new(folder / "samples.jsonl")
     by_group = {}  # A repeated evaluation replaces the earlier one.
     for place, lines in itertools.groupby(samples, itemgetter("step", "split", "group")):
-        by_group[place] = group_of(list(lines))
+        by_group[place] = list(lines)
     groups, left_out = thin(list(by_group.values()), limit)
     notes = []
     if left_out:
@@ -172,11 +216,11 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
         "notes": [f"{name}: {note}" for note in notes],
         "settings": settings_of(folder),
         "metrics": curves_of(metrics),
-        "findings": [asdict(finding) for finding in diagnose(metrics, samples)],
+        "findings": [asdict(finding) for finding in findings_of(folder, metrics, samples)],
         "audit": bars,
         "starts": starts,
         "written": (folder / "metrics.jsonl").stat().st_mtime,
-        "groups": groups,
+        "groups": list(map(group_of, groups)),
     }
 
 
@@ -186,9 +230,12 @@ def page_of(folders, max_mb: float, live: str = "") -> str:
     data = []
     for name, folder in runs.items():
         data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
-    text = json.dumps({"title": ", ".join(map(str, folders)), "live": live, "runs": data})
-    valid = json.loads(text, parse_constant=lambda _: None)  # Python writes NaN, which is invalid JSON.
-    text = json.dumps(valid, ensure_ascii=False, separators=(",", ":"))
+    compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    everything = {"title": ", ".join(map(str, folders)), "live": live, "runs": data}
+    try:
+        text = compact.encode(everything)
+    except ValueError:  # NaN and Infinity are invalid JSON.
+        text = compact.encode(json.loads(json.dumps(everything), parse_constant=lambda _: None))
     page = read_part("page.html").replace("__STYLE__", read_part("page.css"))
     page = page.replace("__SCRIPT__", "\n".join(map(read_part, SCRIPTS)))
     if live:  # A page on disk does not need connections.
@@ -268,7 +315,7 @@ def main() -> None:
                 print(f"page: http://127.0.0.1:{server.server_port}/ (press Ctrl-C to stop)", flush=True)
                 server.serve_forever()
         out = write_page(config.folders, config.out, config.max_mb)
-        print(f"page: {out} ({1e-6 * out.stat().st_size:.1f} MB)")
+        print(f"page: {out} ({1e-6 * out.stat().st_size:.1f} MB); open it in a browser")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ function runView(run) {  // the progress of a run, its duration and its starts
 const PARTS = {"time/rollout": "rollout", "time/reward_wait": "waiting for rewards", "time/update": "update",
   "time/sync": "weight sync", "time/rollout_wait": "waiting for overlapped rollouts"};
 const OTHER = "other";
-const colourOfPart = name => `var(--run-${[...Object.values(PARTS), OTHER].indexOf(name)})`;
+const colourOfPart = name => `var(--part-${[...Object.values(PARTS), OTHER].indexOf(name)})`;
 
 function partsOf(run) {  // [step, {part: seconds}] of each step, with consecutive parts
   const values = Object.fromEntries(Object.keys(PARTS).map(key => [key, new Map(run.metrics[key] ?? [])]));
@@ -70,8 +70,8 @@ function timeChart(run) {
   const bins = Array.from({length: count}, (_, i) => steps.slice(
     Math.floor(i * steps.length / count), Math.floor((i + 1) * steps.length / count)));
   const means = bins.map(bin => names.map(name => sum(bin.map(([, parts]) => parts[name] ?? 0)) / bin.length));
-  const high = Math.max(...means.map(sum)) || 1, width = (W - LEFT - RIGHT) / count;
-  const y = value => TOP + (high - value) / high * (H - TOP - BOTTOM);
+  const high = endOf(means.map(sum)) || 1, width = (W - LEFT - RIGHT) / count;
+  const y = value => TOP + (high - Math.min(value, high)) / high * (H - TOP - BOTTOM);
   const labelled = bins.filter((_, i) => i % Math.ceil(count / 6) === 0);
   const stack = (values, i) => values.map((value, part) => {
     const below = sum(values.slice(0, part)), [first, last] = [bins[i][0][0], bins[i].at(-1)[0]];
@@ -89,6 +89,7 @@ function timeChart(run) {
       labelled.map(bin => svg("text", {x: LEFT + (bins.indexOf(bin) + .45) * width, y: H - 18}, String(bin[0][0]))),
       svg("text", {x: (LEFT + W - RIGHT) / 2, y: H - 4}, "step"),
       svg("text", {transform: `translate(10 ${(TOP + H - BOTTOM) / 2}) rotate(-90)`}, "seconds")),
+    noteOfEnd(high, means.map(sum)),
     el("div", {class: "readout"}, names.map((name, i) => el("span", {}, square(colourOfPart(name)), words[i],
       ` (${durationOf(totals[i])}) `))));
 }

@@ -68,7 +68,7 @@ const MARKS = {good: "✓", flawed: "!", bad: "✗", silent: "?", plain: "•"};
 
 const isRight = ({acc}) => acc === true || acc === 1;
 
-function verdictOf(reward, status, info, judge, oracle) {  // [kind, words]
+function verdictOf(reward, status, info, judge, oracle, hasTruth) {  // [kind, words]
   const says = flawed => flawed == null ? "not judged" : flawed ? "flawed" : "sound";
   if (reward == null) return ["silent", `no verdict: ${info.genrm_status ?? status}`];
   if (info.acc == null) return ["plain", "scored"];
@@ -76,25 +76,27 @@ function verdictOf(reward, status, info, judge, oracle) {  // [kind, words]
     if (info.exact) return ["good", "verdict right"];
     return isRight(info) ? ["flawed", "right that it is flawed, other paragraph"] : ["bad", "verdict wrong"];
   }
-  if (!isRight(info)) return ["bad", "wrong answer"];
+  // A game has no ground truth, and so no right answer.
+  if (!isRight(info)) return ["bad", hasTruth ? "wrong answer" : "not solved"];
   let kind = "good";
   if (judge == null && oracle == null) kind = "plain";
   if (judge || oracle) kind = "flawed";
   const byOracle = oracle == null || oracle === judge ? "" : ` (oracle: ${says(oracle)})`;
-  return [kind, `right answer, ${says(judge)}${byOracle}`];
+  return [kind, `${hasTruth ? "right answer" : "solved"}, ${says(judge)}${byOracle}`];
 }
 
-function understand(line) {
+function understand(line, hasTruth) {
   const {reward_extra_info: info, reward_score: reward, status, oracle} = line, asked = info.genrm_status;
   // Whether judge and oracle say "flawed". A judge in training names a paragraph, and `gt` is the correct one.
   const [judged, truly] = "exact" in info && "gt" in info
     ? [info.pred == null ? null : info.pred !== -1, info.gt !== -1]
     : [info.flawed_positive, info.oracle_flawed_positive];
-  const [kind, verdict] = verdictOf(reward, status, info, judged, truly);
+  const [kind, verdict] = verdictOf(reward, status, info, judged, truly, hasTruth);
   const flags = {judge: judged, oracle: truly, wrong: judged != null && truly != null && judged !== truly,
     odd: reward > 0 && info.acc != null && !isRight(info) && !("exact" in info),
     silent: reward == null || NO_VERDICT.includes(asked), cut: line.clipped || asked === "truncated"};
-  const {score = reward, critique, overlong_penalty: penalty = 0, ...rest} = info;
+  const {score = reward, critique, overlong_penalty: penalty = 0, terms, ...rest} = info;
+  const isSum = terms && !Array.isArray(terms) && Object.values(terms).every(Number.isFinite);
   // The position of the first wrong step comes from the judge if one was queried, else from the reward function. A
   // box in a critique need not be a position: only the reward function knows what the judge's response means.
   const named = asked === undefined || asked === "ok" ? info.first_wrong ?? null : null;
@@ -105,26 +107,35 @@ function understand(line) {
       ?? line.response.split("\n\n").map(text => text.trim()).filter(Boolean),
     writers: line.turns?.map(turn => turn.who), turnTokens: line.turns?.map(turn => turn.tokens),
     critique: critique ? textOfValue(critique) : null, score, penalty, reward, status: String(status),
+    terms: isSum ? terms : null, rollout: line.extra_info ?? {},
     // Paragraphs may have separate advantages (recipes/advantages.py: vppo, steps, spare_good_prefix).
     advantage: line.advantage, advantages: line.turns ? null : line.paragraph_advantages,
     tokenAdvantages: line.token_advantages, length: line.response_length,
-    clipped: line.clipped, seconds: line.seconds, info: rest, line};
+    clipped: line.clipped, seconds: line.seconds, info: isSum || !terms ? rest : {...rest, terms}, line};
 }
 for (const run of RUNS) {
   for (const group of run.groups) {
     const {prompt, ground_truth: truth, data_source: source, samples} = group;
-    Object.assign(group, {prompt: textOfValue(prompt), truth: textOfValue(truth), source: String(source),
-      samples: samples.map(understand)});
+    const hasTruth = truth != null && truth !== "";
+    Object.assign(group, {prompt: textOfValue(prompt), truth: hasTruth ? textOfValue(truth) : "",
+      source: String(source), samples: samples.map(line => understand(line, hasTruth))});
   }
 }
 
-function termsOf({info, score, penalty}, group, run) {  // [name, value] of the summands of the reward
+function aboutOf({source, truth, file, row, seed}) {  // where a group comes from
+  const parts = [source, truth && `ground truth: ${truth}`, row != null && `row ${row} of ${file}`,
+    seed != null && `seed ${seed}`];
+  return parts.filter(Boolean).join("; ");
+}
+
+function termsOf({info, score, penalty, terms}, group, run) {  // [name, value] of the summands of the reward
   const rule = info.acc == null ? NaN : isRight(info) ? 1 : -1, rest = score - rule;
+  const withRest = (parts, name, value) =>
+    [...parts, ...Math.abs(value) > 1e-9 ? [[name, value]] : [], ["length", penalty]];
+  if (terms) return withRest(Object.entries(terms), "other terms", score - sum(Object.values(terms)));
   const ofGroup = Object.keys(group.verdict).length, isJudge = "exact" in info;
   if (ofGroup || !(rest === 0 || (isJudge || "flawed_positive" in info) && info.acc != null))
     return [[ofGroup ? "group" : "score", score], ["length", penalty]];  // the summands are unknown
-  const withRest = (parts, name, value) =>
-    [...parts, ...Math.abs(value) > 1e-9 ? [[name, value]] : [], ["length", penalty]];
   // A judge in training loses the distance between its paragraph and the correct one.
   if (isJudge) return withRest([["flawed or not", rule]], "distance", rest);
   if (!info.flawed_positive) return withRest([["rule", rule]], "other terms", rest);

@@ -129,7 +129,19 @@ function logTicks(low, high) {  // powers of ten, and if there are few, also the
   return powers.flatMap(power => factors.map(factor => factor * 10 ** power))
     .filter(value => value >= .999 * low && value <= 1.001 * high);
 }
-function scales(key, values) {  // {x, y, valueTicks}: from values to positions in the picture
+const AT_LEAST = 8;  // With fewer values, none of them counts as rare.
+function endOf(values) {  // the end of an axis of seconds: a few slow steps, such as the first, flatten all others
+  const sorted = [...values].sort((a, b) => a - b), highest = sorted.at(-1);
+  const most = sorted[Math.floor(.95 * (sorted.length - 1))];
+  return sorted.length >= AT_LEAST && most > 0 && highest > 2 * most ? 1.2 * most : highest;
+}
+function noteOfEnd(end, values) {
+  const above = values.filter(value => value > end);
+  if (!above.length) return null;
+  const count = `${above.length} of ${plural(values.length, "value")} ${above.length === 1 ? "is" : "are"} higher`;
+  return el("div", {class: "soft"}, `The axis ends at ${show(end)} s; ${count}, up to ${show(extremes(above)[1])} s.`);
+}
+function scales(key, values, highest) {  // {x, y, valueTicks}: from values to positions in the picture
   const [start, end] = domain();
   const x = at => LEFT + (at - start) / (end - start) * (W - LEFT - RIGHT);
   let [low, high] = extremes(values);
@@ -138,10 +150,12 @@ function scales(key, values) {  // {x, y, valueTicks}: from values to positions 
     const place = value => (Math.log(high) - Math.log(value)) / (Math.log(high) - Math.log(low));
     return {x, y: value => TOP + place(value) * (H - TOP - BOTTOM), valueTicks: logTicks(low, high)};
   }
+  high = Math.min(high, highest);
   if (SHARES.test(key)) [low, high] = [0, 1];
   if (low > 0 && low < high / 2) low = 0;
   if (high === low) [low, high] = [low - .5 * (Math.abs(low) || 1), high + .5 * (Math.abs(high) || 1)];
-  return {x, y: value => TOP + (high - value) / (high - low) * (H - TOP - BOTTOM), valueTicks: ticks(low, high)};
+  const place = value => (high - Math.min(value, high)) / (high - low);
+  return {x, y: value => TOP + place(value) * (H - TOP - BOTTOM), valueTicks: ticks(low, high)};
 }
 function axes({x, y, valueTicks}, unit) {
   const places = ticks(...domain()).filter(place => state.axis || Number.isInteger(place));
@@ -175,7 +189,7 @@ function auditBars(series, {x, y}) {
       d: `M${x(xOf(run, step))} ${y(Math.max(share - 3 * error, 0))}V${y(Math.min(share + 3 * error, 1))}`}))));
 }
 
-function chart(key, title, shown) {
+function chart(key, title, shown, isBrief) {  // 0: all values are 0, and `isBrief`; null: there are no values
   const [start, end] = domain();
   let isCut = false;  // a log scale cannot show some values
   const isInside = ({x, value, low = value}) => {
@@ -189,7 +203,11 @@ function chart(key, title, shown) {
   if (!series.length) return null;
   const values = series.flatMap(({points, raw}) =>
     [...points.flatMap(point => [point.low, point.high]), ...raw.map(point => point.value)]);
-  const scale = scales(key, values), unit = UNITS.find(([keys]) => keys.test(key))?.[1] ?? key.split("/").at(-1);
+  if (isBrief && values.every(value => value === 0)) return 0;
+  const ofSteps = series.flatMap(({points}) => points.map(point => point.exact ?? point.high));
+  const highest = key.startsWith("time/") && !state.log ? endOf(ofSteps) : Infinity;
+  const scale = scales(key, values, highest);
+  const unit = UNITS.find(([keys]) => keys.test(key))?.[1] ?? key.split("/").at(-1);
   const readout = el("div", {class: "readout"}), cursor = svg("path", {stroke: "currentColor", opacity: .4});
   const chosen = svg("rect", {y: TOP, height: H - TOP - BOTTOM, fill: "currentColor", opacity: .12, width: 0});
   const picture = svg("svg", {viewBox: `0 0 ${W} ${H}`, tabindex: 0, role: "img",
@@ -198,7 +216,8 @@ function chart(key, title, shown) {
     key === "reward/audit_flawed" && !state.log ? auditBars(series, scale) : [], cursor, chosen);
   listen(picture, pointer(series, scale, cursor, readout), chosen);
   return el("figure", {"data-key": key}, el("figcaption", {}, title), picture, readout,
-    isCut ? el("div", {class: "soft"}, "A log scale cannot show values of 0 or less.") : null);
+    isCut ? el("div", {class: "soft"}, "A log scale cannot show values of 0 or less.") : null,
+    noteOfEnd(highest, ofSteps));
 }
 
 function pointer(series, scale, cursor, readout) {  // moves the cursor of a chart, and shows the values below it
@@ -360,9 +379,14 @@ function renderCurves() {
   const isJudge = team => team.runs.some(run =>
     Object.keys(run.metrics).some(name => inTraining(name) === "reward/exact"));
   const kinds = [["", teams().filter(team => !isJudge(team))], [", judges in training", teams().filter(isJudge)]];
-  const draw = (id, charts) => $(id).replaceChildren(...charts.flatMap(([key, title]) =>
-    kinds.map(([suffix, shown]) => chart(key, title + suffix, shown))).filter(Boolean));
-  draw("main-charts", Object.entries(main));
+  const draw = (id, charts, isBrief) => {
+    const titles = charts.flatMap(([key, title]) => kinds.map(([suffix, shown]) =>
+      [title + suffix, chart(key, title + suffix, shown, isBrief)]));
+    $(id).replaceChildren(...titles.map(([, picture]) => picture).filter(Boolean));
+    return titles.filter(([, picture]) => picture === 0).map(([title]) => title);
+  };
+  const zero = draw("main-charts", Object.entries(main), true);
+  $("zero").textContent = zero.length ? `0 at every step: ${zero.join("; ")}.` : "";
   const visible = teams().filter(team => !isHidden(team)).flatMap(team => team.runs);
   const histograms = visible.flatMap(run => Object.keys(MEASURED).map(kind => histogram(run, kind))).filter(Boolean);
   $("spread-charts").replaceChildren(...histograms);

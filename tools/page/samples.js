@@ -180,7 +180,7 @@ function groupView(run, group, chosen) {
   return [
     el("h2", {}, square(run.colour),
       `${run.name}, step ${group.step}: one prompt, G = ${group.samples.length}`),
-    el("pre", {}, group.prompt), el("p", {class: "soft"}, `${group.source}; ground truth: ${group.truth}`),
+    el("pre", {}, group.prompt), el("p", {class: "soft"}, aboutOf(group)),
     ...verdictView(Object.entries(group.verdict).map(([key, value]) => [key, textOfValue(value)])),
     el("p", {}, std >= 0 ? `Mean reward ${show(mean)}, standard deviation ${show(std)}. ${formula}${silence}` : ""),
     el("div", {class: "cards"}, group.samples.map((sample, i) => el("a",
@@ -212,15 +212,19 @@ function sampleView(run, group, chosen, isOpen) {
   if (Object.keys(group.verdict).length) silence = "The group's verdict is above.";
   const isSilent = asked === undefined && !error && !sample.critique && !Object.keys(group.verdict).length;
   const isInside = sample.critique && sample.judge != null && sample.judge in sample.paragraphs;
-  const reward = sample.reward == null ? [["reward", "none: no verdict"]]
-    : [...termsOf(sample, group, run), ["reward", sample.reward]].map(([name, value]) => [name, signed(value)]);
-  const rows = [["verdict", chip(sample)], ...reward,
+  const terms = sample.reward == null ? [] : termsOf(sample, group, run);
+  const longest = Math.max(...terms.map(([, value]) => Math.abs(value))) || 1;
+  const bar = value => `background:linear-gradient(to right, rgb(var(--${value > 0 ? "good" : "bad"}) / .3) `
+    + `${Math.round(100 * Math.abs(value) / longest)}%, transparent 0)`;
+  const rows = [["verdict", chip(sample)],
+    ...terms.map(([name, value]) => [name, signed(value), value ? bar(value) : null]),
+    ["reward", sample.reward == null ? "none: no verdict" : signed(sample.reward)],
     ["advantage", el("span", {style: tint(sample.advantage)}, advantageWords(run, group, sample))],
     ["status", sample.status + (sample.seconds == null ? "" : ` in ${show(sample.seconds)} s`)]];
-  const fields = Object.entries(sample.info).filter(([, value]) => value !== "")
+  const fieldsOf = info => Object.entries(info).filter(([, value]) => value !== "")
     .map(([name, value]) => [name, textOfValue(value)]);
-  const table = pairs => el("table", {}, pairs.map(([name, value]) =>
-    el("tr", {}, el("th", {scope: "row"}, name), el("td", {}, value))));
+  const table = (heading, rows) => rows.length ? [el("h2", {}, heading), el("table", {}, rows.map(
+    ([name, value, style]) => el("tr", {}, el("th", {scope: "row"}, name), el("td", {style}, value))))] : null;
   const moves = [["k", "previous sample", neighbour(-1)], ["j", "next sample", neighbour(1)]];
   const own = Object.entries(addressOf(run, group, chosen));
   return [
@@ -230,8 +234,9 @@ function sampleView(run, group, chosen, isOpen) {
       el("a", {href: "#" + new URLSearchParams(own)}, "link to this sample")),
     el("div", {}, el("div", {class: "box"}, solution(sample)), heatLine(sample, isOpen),
       isInside || isSilent ? null : [el("h2", {}, "The judge's critique"), el("pre", {}, sample.critique ?? (error || silence))]),
-    el("div", {}, el("h2", {}, "Where the reward came from"), table(rows),
-      fields.length ? [el("h2", {}, "What else the reward function returned"), table(fields)] : null),
+    el("div", {}, table("Where the reward came from", rows),
+      table("What else the reward function returned", fieldsOf(sample.info)),
+      table("What the rollout function stored (extra_info)", fieldsOf(sample.rollout))),
   ];
 }
 
@@ -256,11 +261,11 @@ function renderChanged() {
   $("problem").replaceChildren(...options(PROBLEMS.map(({id, number}) => [number, id.slice(0, 90)])));
   if (!problem) return $("answers").replaceChildren("No run has been evaluated yet.");
   $("problem").value = problem.number;
-  const {source, prompt, truth} = problem.rows[0].groups.find(Boolean);
+  const group = problem.rows[0].groups.find(Boolean);
   const answer = (run, group) => [
     el("a", {href: link({...addressOf(run, group, 0), filter: "", q: ""})}, `step ${group.step}`), " ",
     chip(group.samples[0]), solution(group.samples[0])];
-  $("answers").replaceChildren(el("pre", {}, prompt), el("p", {class: "soft"}, `${source}; ground truth: ${truth}`),
+  $("answers").replaceChildren(el("pre", {}, group.prompt), el("p", {class: "soft"}, aboutOf(group)),
     el("table", {class: "changed"}, problem.rows.map(({run, groups}) => el("tr", {},
       el("th", {}, square(run.colour), run.name),
       groups.map(group => el("td", {}, group ? answer(run, group) : "not on this page"))))));
