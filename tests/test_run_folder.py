@@ -297,6 +297,15 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     assert joined == {"file": "data/a, row 3.jsonl", "row": 12, "seed": 5, "extra_info": info}
 
 
+def test_samples_jsonl_has_the_advantages_of_tokens_in_runs():
+    row = {"prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
+    sample = Sample(row, [1], [2, 3, 4], text="abc", advantage=-1.0, truncated=False)
+    sample.turns = 2 * [{"who": "policy", "text": "", "tokens": 1}]
+    assert "token_advantages" not in run_folder.line_of(sample, None)
+    sample.token_advantages = [0.5, 0.5, -1.0]
+    assert run_folder.line_of(sample, None)["token_advantages"] == [[2, 0.5], [1, -1.0]]
+
+
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     (tmp_path / "checkpoints/.step_3.tmp").mkdir(parents=True)
     (tmp_path / "checkpoints/.step_3.tmp/model.safetensors").write_text("half")

@@ -7,9 +7,9 @@ import shutil
 import subprocess
 
 import pytest
-from test_view_run import CAUGHT, EVIL, data_of, dom, in_browser, line, part, played, the_browser, write_run
+from test_view_run import (CAUGHT, EVIL, data_of, dom, doms, in_browser, line, part, played, rows_of,
+                           the_browser, write_run)  # fmt: skip
 
-from run_folder import line_of
 from tools import view_run
 from tools.view_run import PAGE
 
@@ -55,8 +55,8 @@ def test_steps_time_and_tokens_are_axes(tmp_path):
     write_run(tmp_path / "slow", [], steps_of([0.5] * 10, **{"time/step": 20.0, "perf/tokens": 400}))
     page = view_run.write_page([tmp_path])
     ends = {}
-    for axis in ("", "time", "tokens"):
-        text = dom(page, axis=axis)
+    axes = ("", "time", "tokens")
+    for axis, text in zip(axes, doms(page, *[{"axis": axis} for axis in axes]), strict=True):
         fast, slow = (points[-1][0] for points in thick_lines(text))
         left = 58  # the axis begins here
         ends[axis] = (fast - left) / (slow - left)
@@ -71,9 +71,9 @@ def test_a_log_scale_spaces_factors_evenly_and_says_what_it_cannot_show(tmp_path
     values = {"actor/entropy": [100, 10, 1, 0.1, 0]}
     metrics = [{"step": step, "actor/entropy": value} for step, value in enumerate(values["actor/entropy"])]
     page = view_run.write_page([write_run(tmp_path / "run", [], metrics)])
-    (points,) = thick_lines(dom(page, window=1), "actor/entropy")
-    assert len(points) == 5 and "log scale" not in figure(dom(page), "actor/entropy")
-    text = dom(page, window=1, log=1)
+    plain, whole, text = doms(page, {"window": 1}, {}, {"window": 1, "log": 1})
+    (points,) = thick_lines(plain, "actor/entropy")
+    assert len(points) == 5 and "log scale" not in figure(whole, "actor/entropy")
     (points,) = thick_lines(text, "actor/entropy")
     heights = [y for _, y in points]
     gaps = [after - before for before, after in zip(heights, heights[1:])]
@@ -100,9 +100,9 @@ def test_dragging_over_a_chart_shows_that_part_of_all_charts(tmp_path):
     state, start, lines = played(page, plays)
     assert float(state["from"]) == pytest.approx(20, abs=0.1) == float(start)
     assert float(state["to"]) == pytest.approx(60, abs=0.1) and lines == 2
-    (points,) = thick_lines(dom(page, **{"from": 20, "to": 60}))
-    assert len(points) == 41 and points[0][0] == 58 and points[-1][0] == 344
     text = dom(page, **{"from": 20, "to": 60})
+    (points,) = thick_lines(text)
+    assert len(points) == 41 and points[0][0] == 58 and points[-1][0] == 344
     places = re.findall(r'class="place"[^>]*>(.*?)<', figure(text, "reward/acc"))
     assert places == ["20", "30", "40", "50", "60"]
 
@@ -119,9 +119,8 @@ def seeds(tmp_path):
 @in_browser
 @pytest.mark.slow
 def test_the_seeds_of_a_setting_are_a_median_and_a_band(seeds):
-    text = dom(seeds)
-    assert len(thick_lines(text)) == 4 and 'class="band"' not in text
-    text = dom(seeds, bands=1, window=1)
+    single, text = doms(seeds, {}, {"bands": 1, "window": 1})
+    assert len(thick_lines(single)) == 4 and 'class="band"' not in single
     chart = figure(text, "reward/acc")
     assert len(thick_lines(text)) == 2 and chart.count('class="band"') == 1
     names = re.findall('<label>(?:(?!<label>).)*?id="show-(.*?)".*?</label>', part(text, "legend"))
@@ -254,9 +253,51 @@ def test_the_time_of_a_step_is_split_into_its_parts(tmp_path):
         "other 25 % (2 s", "",
     ]  # fmt: skip
     assert charts["plain"].count("step 2: rollout 5 s") == 1
+    assert "--run-" not in charts["plain"].split("<svg")[1]
+    assert charts["plain"].count("color:var(--part-0)") == 3  # two steps and the readout
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_slow_first_step_does_not_flatten_the_others_and_zeros_need_no_chart(tmp_path):
+    """Nine steps take 2 s and the first takes 40 s, so the axes end at 1.2 x 2 s."""
+    metrics = steps_of([0.5] * 10, **{"time/step": 2.0, "genrm/error_rate": 0.0, "reward/no_verdict": 0.0})
+    metrics[0]["time/step"] = 40.0
+    page = view_run.write_page([write_run(tmp_path / "run", [], metrics)])
+    text, about, log = doms(page, {"window": 1}, {"view": "about"}, {"log": 1})
+    said = "The axis ends at 2.4 s; 1 of 10 values is higher, up to 40 s."
+    assert said in figure(text, "time/step") and said in part(about, "spent")
+    assert said not in figure(log, "time/step")
+    (points,) = thick_lines(text, "time/step")
+    heights = [y for _, y in points]
+    assert heights[0] == 12 and len(set(heights[1:])) == 1 and heights[1] > 12  # 12 is the top of the axis
+    zeros = "samples without a verdict; requests to the judge without a verdict"
+    assert part(text, "zero").startswith(f"0 at every step: {zeros}.</p>")
 
 
 # ---- samples
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_users_terms_are_bars_and_a_game_without_a_ground_truth_is_solved_or_not(tmp_path):
+    info = {"acc": False, "score": -0.75, "terms": {"win": -1.0, "style": 0.5}}
+    info |= {"flawed_positive": None, "first_wrong": None, "genrm_status": "skipped"}
+    lost = line(ground_truth="", reward=-0.75, info=info, file="data/games.jsonl", row=7, seed=11,
+                extra_info={"board": "X.O"})  # fmt: skip
+    won = line(ground_truth=None, info={"terms": [1]}, group=1)
+    page = view_run.write_page([write_run(tmp_path / "run", [lost, won])])
+    first, second = doms(page, dict(view="groups", group=0), dict(view="groups", group=1))
+    assert "toy; row 7 of data/games.jsonl; seed 11</p>" in part(first, "group")
+    sample = part(first, "sample")
+    rows = rows_of(sample)
+    assert [rows[name] for name in ("win", "style", "other terms", "length")] == ["−1", "+0.5", "−0.25", "0"]
+    assert "terms" not in rows and rows["board"] == "X.O" and "✗ not solved" in rows["verdict"]
+    gradient = r'<td style="background:linear-gradient\(to right, rgb\(var\(--(\w+)\) / .3\) (\d+)%'
+    bars = re.findall(gradient, sample)
+    assert bars == [("bad", "100"), ("good", "50"), ("bad", "25")]
+    assert "✓ solved, sound" in part(second, "sample") and "ground truth" not in part(second, "group")
+    assert rows_of(part(second, "sample"))["terms"] == "[1]"  # a list is no sum
 
 
 @in_browser
@@ -266,17 +307,10 @@ def test_samples_are_filtered_by_status_source_and_steps(tmp_path):
     samples += [line(step=5, group=9, data_source="math")]
     samples += [line(step=5, group=9, status="timeout", reward=None)]
     page = view_run.write_page([write_run(tmp_path / "run", samples)])
-    found = {}
-    for name, state in {
-        "all": {},
-        "status": {"status": "timeout"},
-        "source": {"source": "math"},
-        "steps": {"first": 2, "last": 4},
-        "both": {"first": 2, "last": 4, "source": "math"},
-    }.items():
-        text = dom(page, view="samples", **state)
-        found[name] = int(re.match(r"\d+", part(text, "found"))[0])
-    assert found == {"all": 7, "status": 1, "source": 2, "steps": 3, "both": 0}
+    steps = {"first": 2, "last": 4}
+    states = ({}, {"status": "timeout"}, {"source": "math"}, steps, steps | {"source": "math"})
+    texts = doms(page, *[{"view": "samples"} | state for state in states])
+    assert [int(re.match(r"\d+", part(text, "found"))[0]) for text in texts] == [7, 1, 2, 3, 0]
     plays = """
       const set = (id, value) => { $(id).value = value; $(id).dispatchEvent(new Event("change")); };
       const seen = [];
@@ -317,7 +351,8 @@ def test_the_critique_stands_at_the_step_that_it_flags(tmp_path):
     del alone["reward_extra_info"]["genrm_status"]
     failed = line(info=CAUGHT["info"] | {"genrm_status": "timeout"})
     page = view_run.write_page([write_run(tmp_path / "run", [line(**CAUGHT), alone, failed])])
-    texts = [part(dom(page, view="groups", sample=number), "sample") for number in range(3)]
+    texts = doms(page, *[dict(view="groups", sample=number) for number in range(3)])
+    texts = [part(text, "sample") for text in texts]
     items = [re.findall("<li.*?</li>", text, re.S) for text in texts]
     assert 'class="critique"' in items[0][0] and "65+9=74?6 not" in items[0][0]
     assert "The judge's critique" not in texts[0] and texts[0].count("65+9=74?6 not") == 1
@@ -335,7 +370,8 @@ def test_the_advantage_of_each_token_is_a_line_of_colours(tmp_path):
     run = write_run(tmp_path / "run", [several, line(response_length=8), line(advantage=None)])
     page = view_run.write_page([run])
     heat = re.compile(r'<span class="(\w+)" style="flex:(\d+);(.*?)" title="(.*?)">')
-    pieces = heat.findall(part(dom(page, view="groups", sample=0), "heat"))
+    first, second, third = doms(page, *[dict(view="groups", sample=number) for number in range(3)])
+    pieces = heat.findall(part(first, "heat"))
     assert [(kind, int(width), title) for kind, width, _, title in pieces] == [
         ("learnt", 3, "tokens 0 to 2: advantage +0.5"),
         ("unlearnt", 1, "tokens 3 to 3: tool, not learnt from"),
@@ -343,20 +379,9 @@ def test_the_advantage_of_each_token_is_a_line_of_colours(tmp_path):
         ("learnt", 2, "tokens 6 to 7: advantage −1.5"),
     ]
     assert [re.findall("good|bad", style) for _, _, style, _ in pieces] == [["good"], [], ["good"], ["bad"]]
-    pieces = heat.findall(part(dom(page, view="groups", sample=1), "heat"))
+    pieces = heat.findall(part(second, "heat"))
     assert [title for *_, title in pieces] == ["tokens 0 to 7: advantage +0.5"]
-    assert 'id="heat"' not in dom(page, view="groups", sample=2)
-
-
-def test_samples_jsonl_has_the_advantages_of_tokens_in_runs():
-    from policy import Sample
-
-    row = {"prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
-    sample = Sample(row, [1], [2, 3, 4], text="abc", advantage=-1.0, truncated=False)
-    sample.turns = 2 * [{"who": "policy", "text": "", "tokens": 1}]
-    assert "token_advantages" not in line_of(sample, None)
-    sample.token_advantages = [0.5, 0.5, -1.0]
-    assert line_of(sample, None)["token_advantages"] == [[2, 0.5], [1, -1.0]]
+    assert 'id="heat"' not in third
 
 
 # ---- hostile texts and sizes
@@ -379,39 +404,10 @@ def test_no_text_of_a_run_becomes_markup_in_any_view(tmp_path):
     (run / "starts.jsonl").write_text(json.dumps(start | {"defaults": {"own": EVIL}}) + "\n")
     page = view_run.write_page([run])
     assert "<img" not in page.read_text()
-    for view in VIEWS:
-        text = dom(page, view=view)
+    for view, text in zip(VIEWS, doms(page, *[{"view": view} for view in VIEWS]), strict=True):
         drawn = re.sub("<script.*?</script>", "", text, flags=re.S)
         assert html.escape(EVIL, quote=False) in drawn and "<img" not in drawn, view
         assert re.search("<title>(.*?)</title>", text)[1] == str(run)
-
-
-@pytest.mark.slow
-def test_a_page_of_20_000_samples_stays_below_12_mb(tmp_path):
-    critique = {"critique": "The sum of the second paragraph is wrong. " * 10}
-    samples = [line(step=step, info=critique) for step in range(1, 2501) for _ in range(8)]
-    samples += [line(step=step, split="val", group=group) for step in (0, 2500) for group in range(8)]
-    metrics = [{"step": step} | {f"metric/{i}": step / 7 for i in range(40)} for step in range(2501)]
-    run = write_run(tmp_path / "run", samples, metrics)
-    assert (run / "samples.jsonl").stat().st_size > 16e6
-    page = view_run.write_page([run])
-    assert page.stat().st_size < 12e6
-    (data,) = data_of(page)["runs"]
-    steps = {group["step"] for group in data["groups"] if group["split"] == "train"}
-    assert {1, 2500} <= steps and len(data["metrics"]["metric/0"]) == 2501
-    assert re.match(r"run: samples of only one step in \d \(raise --max-mb for more; ", data["notes"][0])
-
-
-def test_many_evaluations_are_thinned_but_for_the_first_and_the_last(tmp_path):
-    samples = [line(step=step, split="val", group=group) for step in range(101) for group in range(20)]
-    samples += [line(step=step) for step in range(1, 101)]
-    run = write_run(tmp_path / "run", samples)
-    page = view_run.write_page([run], max_mb=0.2)
-    (data,) = data_of(page)["runs"]
-    evaluated = sorted({group["step"] for group in data["groups"] if group["split"] == "val"})
-    trained = {group["step"] for group in data["groups"] if group["split"] == "train"}
-    assert evaluated[0] == 0 and evaluated[-1] == 100 and 3 < len(evaluated) < 30 and len(trained) > 20
-    assert "samples of only one evaluation in " in data["notes"][0] and page.stat().st_size < 0.35e6
 
 
 # ---- colours, labels, keys, narrow screens
@@ -553,9 +549,10 @@ def test_every_view_of_a_run_that_has_written_nothing_yet_is_drawn(tmp_path):
     views = ["groups", "samples", "changed", "about", "curves"]
     failures, found = played(page, plays.replace("VIEWS", json.dumps(views)))
     assert failures == [] and found == "0 samples, page 1 of 1"
-    for view, text in {"groups": "No sample matches", "changed": "No run has been evaluated yet.",
-                       "about": "No config.json was found."}.items():  # fmt: skip
-        assert text in re.sub("<script.*?</script>", "", dom(page, view=view), flags=re.S)
+    said = {"groups": "No sample matches", "changed": "No run has been evaluated yet.",
+            "about": "No config.json was found."}  # fmt: skip
+    for text, seen in zip(said.values(), doms(page, *[{"view": view} for view in said]), strict=True):
+        assert text in re.sub("<script.*?</script>", "", seen, flags=re.S)
 
 
 NAMELESS = """
