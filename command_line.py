@@ -14,8 +14,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +30,7 @@ from reward_worker import flag
 # The groups of --help. A name that ends in _ stands for all settings that begin with it.
 GROUPS = {
     "data": "val_file chat_template_kwargs max_prompt_length seed",
-    "rewards": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
+    "reward": """reward_fn reward_kwargs reward_mode num_workers sync_processes timeout max_in_flight max_rpm
         http_retries max_no_verdict_rate""",
     "judge": "genrm genrm_ router_address reward_model_",
     "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
@@ -38,7 +40,7 @@ GROUPS = {
         max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",
     "model": "max_positions trust_remote_code lora_",
     "evaluation": "val_",
-    "checkpoints": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
+    "checkpoint": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
     "hardware": "device policy_ max_restarts num_threads",
 }
 HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
@@ -64,7 +66,28 @@ def cli(config, description: str = "", args: list[str] | None = None, markers=()
         prog = f"python -m {script.parent.name}.{script.stem}"
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
-    return tyro.cli(config, prog=prog, description=description, args=args, config=markers)
+    return tyro.cli(config, prog=prog, description=wrapped(description), args=args, config=markers)
+
+
+def wrapped(text: str) -> str:
+    """Wrap the paragraphs of a description for the terminal, except indented ones such as commands.
+
+    tyro joins lines that begin with a letter into one line, so each line begins with a space.
+    """
+    width = min(100, shutil.get_terminal_size().columns) - 1
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        if not paragraph.startswith(" "):
+            paragraph = textwrap.fill(paragraph, width, initial_indent=" ", subsequent_indent=" ")
+        paragraphs.append(paragraph)
+    return "\n\n".join(paragraphs)
+
+
+def hint_of(default: str) -> str:
+    """Return what --help adds to a help text. "None" and "''" say nothing that the text does not say."""
+    if default in ("None", "''", ""):
+        return ""
+    return f"(default: {default})"
 
 
 def place_of(setting: Field) -> tuple[str, int]:
@@ -118,7 +141,8 @@ def parse_command_line(config: type, args: list[str] | None = None, description:
     for group, settings in grouped(config).items():
         box = []
         for setting in settings:
-            hint = Annotated[hints[setting.name], tyro.conf.arg(help=texts[setting.name])]
+            about = tyro.conf.arg(help=texts[setting.name], help_behavior_hint=hint_of)
+            hint = Annotated[hints[setting.name], about]
             box.append((setting.name, hint, field(default=setting.default)))
         if box:
             boxes.append((group, make_dataclass(group, box, kw_only=True)))

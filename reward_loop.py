@@ -90,12 +90,12 @@ class RewardOptions:
     # Tokenizer folder for reward functions that need one; default: the tokenizer of --genrm.
     reward_model_tokenizer: str | None = None
     # Number of Ray workers that score samples; 0: one per node, but at least two.
-    num_workers: Annotated[int, arg(aliases=["--num-reward-workers"])] = 0
+    num_workers: Annotated[int, arg(name="num-reward-workers", aliases=["--num-workers"])] = 0
     # Number of grading processes per worker if --reward-fn is not async. 0: one per CPU core in the
     # cluster, or four per core with a reward model, divided among the workers.
     sync_processes: int = 0
     # Time limit of a call of --reward-fn, in seconds. A slower sample gets the status "timeout".
-    timeout: Annotated[float, arg(aliases=["--reward-timeout"])] = 600.0
+    timeout: Annotated[float, arg(name="reward-timeout", aliases=["--timeout"])] = 600.0
     # Maximum number of concurrent calls. Default: 2048, or 128 per server of the main reward model.
     max_in_flight: int | None = None
     # Maximum number of calls of --reward-fn per minute, evenly spaced. Default: no limit.

@@ -12,7 +12,9 @@ import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 import reward_loop
 from command_line import json_object, split_arguments
@@ -71,7 +73,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     """Settings of a training run, including those of the reward loop and of the policy."""
 
     # Training data: parquet or JSONL files in the format that prepare_data.py writes.
-    train_file: str | tuple[str, ...]
+    train_file: Annotated[str | tuple[str, ...], arg(metavar="FILE [FILE ...]")]
     # Output directory of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
     out_dir: str
     # Validation data in the format of --train-file; FILE:4 samples 4 responses per row of FILE.
@@ -144,7 +146,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # the first sample of each group in an evaluation.
     samples_per_step: int = 8
     tensorboard: bool = False  # Also write the metrics for TensorBoard, to tensorboard/ in --out-dir.
-    # Also send the metrics to Weights & Biases, to the project WANDB_PROJECT (default: fapo).
+    # Also send the metrics, and the samples of evaluations as a table, to Weights & Biases, to the project
+    # WANDB_PROJECT (default: fapo).
     wandb: bool = False
     dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
 

@@ -118,6 +118,8 @@ def test_a_script_in_a_folder_starts_in_both_ways_and_shows_the_documented_one(p
     for where, command in ((tmp_path, [str(path)]), (ROOT, ["-m", name])):
         said, errors = start(where, *command, "--help", stdout=subprocess.PIPE).communicate()
         assert said.startswith(f"usage: python -m {name} [-h]") and not errors, errors
+        prose = [line for line in said.splitlines()[1:] if not line.startswith("    ")]
+        assert max(map(len, prose)) <= 100, max(prose, key=len)
 
 
 HELP = ("grpo_trainer.py", "score_file.py", "-m tools.view_run", "prepare_data.py", "router.py",

@@ -535,6 +535,8 @@ def test_help_shows_every_setting_once_in_a_group_and_the_required_ones_first(mo
     for setting in settings:
         assert shown.count(setting.name.replace("_", "-")) == 1, setting.name
     assert re.findall(r"\W(\w+) options\W", said) == ["required", *GROUPS]
+    assert "default: None" not in said and "default: )" not in said and "{[" not in said
+    assert "--train-file FILE [FILE ...]" in said and "--num-workers INT, --num-reward-workers INT" in said
     texts = help_texts(grpo_trainer.Config)
     assert all(len(texts[setting.name]) > 10 and texts[setting.name][-1] == "." for setting in settings)
     assert said.index("--model ") < said.index("--train-file ") < said.index("--out-dir ")

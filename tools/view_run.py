@@ -10,6 +10,8 @@ Needs tools/page/, diagnose.py, command_line.py, run_folder.py, and toy/toy_worl
 for the oracle of the toy world. Not covered: statistical tests between runs; messages of a prompt before the
 last one.
 
+With --serve, a reload parses and diagnoses only what the runs have written since the last one.
+
 This script selects the data, and tools/page/ displays it: page.html, page.css and four scripts in plain
 JavaScript are embedded in the page together with the data. The page loads nothing else. Its address contains
 the state of the view, so you can share a view as a link. Text from models cannot inject code: it is stored as
@@ -27,11 +29,12 @@ from dataclasses import asdict, dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import itemgetter
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from command_line import cli, one_line_errors
+from command_line import cli, hint_of, one_line_errors
 from run_folder import parse_lines, read_lines, without_secrets
 from tools.diagnose import Finding, audit, diagnose
 from toy.toy_world import first_wrong_paragraph
@@ -50,7 +53,8 @@ class Config:
 
     # Output directories of runs, or directories that contain such directories.
     folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("outputs"),)
-    out: Path | None = None  # Output file of the page. Default: report.html in the first directory.
+    # Output file of the page. Default: report.html in the first directory.
+    out: Annotated[Path | None, tyro.conf.arg(help_behavior_hint=hint_of)] = None
     serve: bool = False  # Serve the page to browsers on this machine and follow the runs until Ctrl-C.
     port: int = 8123  # Port for --serve. 0: choose a free port.
     max_mb: float = 8.0  # Maximum size of all samples, in MB. Larger runs keep every second, third ... step.
