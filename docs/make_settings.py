@@ -27,7 +27,7 @@ page.
 """
 OTHERS = {
     "score_file": "Scores a file of responses. It also accepts the settings in the groups\n"
-    "[Rewards](#rewards) and [Judge](#judge), except `--reward-mode`.",
+    "[Rewards](#reward) and [Judge](#judge), except `--reward-mode`.",
     "genrm_server": "Serves a reward model with vLLM servers behind a router.",
     "router": "Provides one HTTP address for servers that are already running.",
     "prepare_data": "Writes data sets as Parquet files.",
