@@ -197,10 +197,7 @@ def json_object(field: str, text: str) -> dict:
 def without_secrets(value):
     """Return a value from JSON with all secrets hidden, also those in lists, JSON text and command lines."""
     if isinstance(value, dict):
-        found = {}
-        for name, inner in value.items():
-            found[name] = HIDDEN if is_secret(str(name), inner) else without_secrets(inner)
-        return found
+        return {name: hidden_if_secret(str(name), inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return words_without_secrets(value)
     if not isinstance(value, str):
@@ -208,14 +205,16 @@ def without_secrets(value):
     try:
         inner = json.loads(value)
         shown = without_secrets(inner)
-        return value if shown == inner else json.dumps(shown)
+        if shown == inner:
+            return value
+        return json.dumps(shown)
     except ValueError:
         pass  # The text is not JSON.
     text = re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{HIDDEN}@", value)  # the password of a URL
     named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
     if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
         name, rest = named.groups()
-        return name + (HIDDEN if is_secret(name[:-1], rest) else without_secrets(rest))
+        return name + hidden_if_secret(name[:-1], rest)
     try:
         words = shlex.split(text)
     except ValueError:  # for instance an apostrophe
@@ -223,7 +222,9 @@ def without_secrets(value):
     if words == [text]:
         return text
     shown = words_without_secrets(words)
-    return text if shown == words else shlex.join(shown).replace(f"'{HIDDEN}'", HIDDEN)
+    if shown == words:
+        return text
+    return shlex.join(shown).replace(f"'{HIDDEN}'", HIDDEN)
 
 
 def words_without_secrets(words) -> list:
@@ -237,6 +238,13 @@ def words_without_secrets(words) -> list:
             word = HIDDEN
         shown.append(without_secrets(word))
     return shown
+
+
+def hidden_if_secret(name: str, value):
+    """Return a value with this name, hidden if it is secret, and else with the secrets in it hidden."""
+    if is_secret(name, value):
+        return HIDDEN
+    return without_secrets(value)
 
 
 def is_secret(name: str, value) -> bool:
