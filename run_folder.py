@@ -305,8 +305,7 @@ class Log:
                     place = {"step": step, "split": split, "group": number, "data_source": source}
                     line = place | line_of(sample, decode)
                     self.recent.append(line)
-                    # A rollout function may store anything, also under keys that JSON does not have.
-                    file.write(json.dumps(line, ensure_ascii=False, default=str, skipkeys=True) + "\n")
+                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                     shown.append([str(line[key]) for key in IN_TABLE])
         if self.wandb and split == "val":
             import wandb
@@ -354,6 +353,18 @@ def start_wandb(config, first_step: int):
     return run
 
 
+def readable(info: dict) -> dict:
+    """Return what a rollout function stored; values that JSON cannot express become texts."""
+    shown = {}
+    for key, value in info.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):  # a set, keys that are tuples, a list in itself
+            value = str(value)
+        shown[str(key)] = value
+    return shown
+
+
 def line_of(sample, decode) -> dict:
     """Return the line of a sample in samples.jsonl."""
     line = {
@@ -371,7 +382,7 @@ def line_of(sample, decode) -> dict:
     if sample.seed is not None:
         line["seed"] = sample.seed
     if sample.info:
-        line["extra_info"] = sample.info
+        line["extra_info"] = readable(sample.info)
     if sample.has_turns:
         line["turns"] = sample.turns
     elif sample.token_advantages:

@@ -284,7 +284,9 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     row = {"data_source": "a", "prompt": [{"content": "ask"}], "reward_model": {"ground_truth": "7"}}
     row["where"] = "data/a, row 3.jsonl, row 12"
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
-    sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}}
+    itself = []
+    itself.append(itself)
+    sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}, "itself": itself, 7: [1.5]}
     run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], None)
     run_folder.Log(config, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
@@ -293,7 +295,8 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
         and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
     )
     joined = {key: json.loads(line)[key] for key in ("file", "row", "seed", "extra_info")}
-    info = {"board": {}, "moves": "{1}"}  # JSON has no tuples as keys, and no sets
+    # JSON has no tuples as keys, no sets, and no list in itself.
+    info = {"board": "{(0, 1): 'x'}", "moves": "{1}", "itself": "[[...]]", "7": [1.5]}
     assert joined == {"file": "data/a, row 3.jsonl", "row": 12, "seed": 5, "extra_info": info}
 
 
