@@ -5,7 +5,9 @@
 
 policy.py trains the model, and rollout.py samples from it. Any model family that transformers can load works,
 because the model's own forward turns hidden states into logits. LoRA uses peft.
-This file imports nothing from this repository except speedups.py, which is optional.
+Two optimizations do not change any result: an update computes each distinct prompt once (8 to 16 % less time
+in the toy worlds), and rollouts write to a preallocated key-value cache (7 to 19 % less time there).
+This file imports nothing from this repository.
 Not covered: images, packed sequences, quantised weights, adapters on the experts of a mixture of experts.
 Tensor names end in their shapes: B sequences in a micro-batch, T tokens in the longest response, N response
 tokens in total, n tokens in a chunk, hidden size H, vocabulary size V.
@@ -23,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -33,16 +36,15 @@ from transformers import (
     GradientCheckpointingLayer,
     PreTrainedTokenizerFast,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-try:
-    import speedups
-except ImportError:  # Without this file, everything is slower, but the results are the same.
-    speedups = None
-
 # Maximum number of float32 logits at a time. A forward and backward pass keeps five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
+# Prompts are shared if repeated prompts contain more than this fraction of all tokens. With long answers, the
+# attention mask that sharing requires costs as much as sharing saves.
+SHARE_FROM = 0.25
 # A text that tokenizers of different kinds split differently.
 PROBE = "It's 10,250 m, or 3 acres:\n\n  def area(x, y):\treturn x * y  # \u00e9t\u00e9 \u6570\u5b66"
 
@@ -190,10 +192,12 @@ def set_dtypes(model, lora_rank: int, device_type: str) -> None:
 
 
 def can_share_prompts(model) -> bool:
-    """Return whether the model can compute a prompt once for several sequences (speedups.py)."""
+    """Return whether the model can compute a prompt once for several sequences (shared_states)."""
     # A model that takes no positions may count the padding between a short prompt and its response.
     takes_positions = "position_ids" in inspect.signature(backbone(model).forward).parameters
-    return speedups is not None and takes_positions and speedups.can_share_prompts(model)
+    # All layers must cache the keys and values of all tokens.
+    layers = DynamicCache(config=model.config).layers
+    return takes_positions and all(type(layer) is DynamicLayer for layer in layers)
 
 
 @torch.no_grad()
@@ -251,15 +255,11 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         with_entropy: Compute the entropies. If false, they are NaN, which exposes accidental use.
     """
     device = model.device
-    states = None
+    compute_states = response_states
+    if model.shares_prompts and worth_sharing(sequences, counts):
+        compute_states = shared_states
     with precision(device):
-        if speedups:
-            states = speedups.shared_states(
-                model, backbone(model), sequences, counts, distinct_prompts, padded, mask_of
-            )
-        if states is None:
-            states = response_states(model, sequences, counts, device)
-    output, hidden_N_H, targets_N = states
+        output, hidden_N_H, targets_N = compute_states(model, sequences, counts, device)
 
     def of_chunk(hidden_n_H, targets_n):
         logits_n_V = logits_of(model, output, hidden_n_H)
@@ -300,6 +300,46 @@ def response_states(model, sequences, counts, device):
     return output, output.last_hidden_state[:, :-1][chosen], ids[:, 1:][chosen]
 
 
+def worth_sharing(sequences, counts):
+    """Return whether enough prompt tokens are repeated and at least one response has two or more tokens."""
+    if max(counts) == 1:
+        return False
+    prompts = [tuple(sequence[:-count]) for sequence, count in zip(sequences, counts)]
+    repeated = sum(map(len, prompts)) - sum(map(len, set(prompts)))
+    return repeated > SHARE_FROM * sum(map(len, sequences))
+
+
+def shared_states(model, sequences, counts, device):
+    """Return what response_states returns, but compute each distinct prompt only once.
+
+    All responses to a prompt share its keys and values, which receive the gradients of all responses.
+    """
+    prompts = [sequence[:-count] for sequence, count in zip(sequences, counts)]
+    responses = [sequence[-count:] for sequence, count in zip(sequences, counts)]
+    cached = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
+
+    # Prompts are padded on the right, so that every query attends to a key. A query of padding on the left
+    # attends to none, which may give NaN gradients on a GPU.
+    row_of_prompt, prompt_ids, prompt_mask = distinct_prompts(prompts, device)
+    in_prompt = prompt_mask[row_of_prompt]
+    lengths = in_prompt.sum(1, keepdim=True)
+    output = backbone(model)(input_ids=prompt_ids, **cached)
+    first = output.last_hidden_state[row_of_prompt[:, None], lengths - 1]  # predicts the first token
+    cached["past_key_values"].reorder_cache(row_of_prompt)
+
+    ids = padded(responses, device, torch.long)
+    mask = mask_of(counts, device)
+    attended = torch.cat([in_prompt, mask[:, :-1]], 1)
+    positions = lengths + torch.arange(ids.shape[1] - 1, device=device)
+    inputs = dict(attention_mask=attended, position_ids=positions, **cached)
+    later = backbone(model)(input_ids=ids[:, :-1], **inputs)
+    hidden = torch.cat([first, later.last_hidden_state], 1)
+    return output, hidden[mask], ids[mask]
+
+
+# ---- logits in rollouts
+
+
 def next_logits(model, ids, attended, positions, cache=None):
     """Return the logits of the next token of each sequence (B x V), and the cache with the new tokens added.
 
@@ -312,11 +352,43 @@ def next_logits(model, ids, attended, positions, cache=None):
     """
     if cache is None:
         cache = DynamicCache(config=model.config)
-        if speedups:
-            speedups.make_roomy(cache)
+        make_roomy(cache)
     inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
     output = backbone(model)(input_ids=ids, **inputs)
     return logits_of(model, output, output.last_hidden_state[:, -1]), cache
+
+
+def make_roomy(cache):
+    """Preallocate buffers for the full-attention layers of an empty cache."""
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[number] = RoomyLayer()
+
+
+class RoomyLayer(DynamicLayer):
+    """The keys and values of a layer, in buffers with spare room that avoid a copy for each token."""
+
+    room = 32
+    front = False  # the used part of the key buffer; `update` sets `self.keys` to it
+
+    def update(self, keys, values, *args, **kwargs):
+        keys = keys.to(values.dtype)  # On a GPU, rotary embeddings return float32.
+        start = self.get_seq_length()
+        end = start + keys.shape[-2]
+        # If rows were selected after the last update, `self.keys` is no longer the front of the buffer.
+        if self.keys is not self.front or end > self.key_buffer.shape[-2]:
+            super().update(keys, values)
+            self.key_buffer = pad(self.keys, (0, 0, 0, self.room))
+            self.value_buffer = pad(self.values, (0, 0, 0, self.room))
+        else:
+            self.key_buffer[..., start:end, :] = keys
+            self.value_buffer[..., start:end, :] = values
+        self.front = self.keys = self.key_buffer[..., :end, :]
+        self.values = self.value_buffer[..., :end, :]
+        return self.keys, self.values
+
+
+# ---- the model's own forward, in two parts
 
 
 def precision(device, keep_casts=False):

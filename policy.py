@@ -7,7 +7,7 @@ The losses are in algorithm.py, the forward pass is in causal_lm.py, and samplin
 docs/plain_grpo.py is a training script that uses only these files and settings.py. For several ranks,
 cluster/ranks.py has a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`.
 There, `update_mini_batches` gets one rank's share of the samples.
-This file needs algorithm.py and causal_lm.py; speedups.py is optional.
+This file needs algorithm.py and causal_lm.py.
 Not covered: a critic model, images, several passes over the same samples.
 Tensor names end in their shapes: B sequences in a micro-batch, T tokens in the longest response.
 """

@@ -176,7 +176,7 @@ def test_policy_with_algorithm(alone, model, tokenizer):
     (folder / "config.json").write_text(json.dumps(config))
     code = """
 import json, types, torch
-from causal_lm import logprobs_and_entropy, speedups
+from causal_lm import logprobs_and_entropy
 from policy import Policy, Sample
 config = types.SimpleNamespace(**json.load(open("config.json")))
 policy = Policy(config, config.model, torch.device("cpu"))
@@ -190,19 +190,18 @@ def logprobs():
     return better - worse
 before = logprobs()
 policy.update([group], lr=1e-3)
-print(speedups, logprobs() > before)
+print(logprobs() > before)
 """
-    assert run("-c", code) == "None True\n"
+    assert run("-c", code) == "True\n"
 
 
 @pytest.mark.slow
-def test_rollout_and_speedups_with_policy_and_algorithm(alone, model, tokenizer):
-    assert not needs("speedups.py")[0] and "speedups.py" in needs("causal_lm.py")[1]
-    folder = alone("rollout.py", "speedups.py")
+def test_rollout_with_policy_and_algorithm(alone, model, tokenizer):
+    folder = alone("rollout.py")
     write_model(folder / "model", model, tokenizer)
     code = """
 from transformers import AutoModelForCausalLM
-from causal_lm import speedups
+from causal_lm import can_share_prompts
 from policy import Sample
 from rollout import rollout_hf
 model, ended = AutoModelForCausalLM.from_pretrained("model"), []
@@ -210,7 +209,7 @@ samples = [Sample({}, [5, 6, 7]) for _ in range(2)]
 rollout_hf(model, samples, max_response_length=4, temperature=1.0, eos_ids=set(), seed=0,
            rollout_batch_size=8, on_finished=ended.append)
 lengths = [len(sample.response_ids) for sample in samples]
-shares = speedups.can_share_prompts(model)
+shares = can_share_prompts(model)
 print(lengths, len(ended), len(samples[0].rollout_logprobs), shares)
 """
     assert run("-c", code) == "[4, 4] 2 4 True\n"

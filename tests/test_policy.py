@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import causal_lm
 import policy as policy_file
 from toy import warm_start
-import speedups
 from policy import Policy, Sample, split_mini_batches
 from rollout import check_sampling
 from tiny import CPU, a_step, config_of, groups_of, policy_of, read_again, roll_out, weights_of, with_sgd
@@ -227,7 +226,7 @@ def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     together = policy.update(groups_of(samples), lr=0.0)
     gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
     assert seen == [(2, 25), (8, 7)]  # the prompts, then all response tokens but the last
-    monkeypatch.setattr(causal_lm, "speedups", None)
+    policy.model.shares_prompts = False
     seen.clear()
     alone = policy.update(groups_of(samples), lr=0.0)
     assert seen == [(8, 29)] and hook.remove() is None
@@ -274,21 +273,23 @@ def test_prompts_are_not_shared_where_positions_are_columns(monkeypatch):
 
 
 def test_prompts_are_not_shared_where_the_model_says_something_else_then(model, monkeypatch):
-    states = speedups.shared_states
+    states = causal_lm.shared_states
 
     def wrong(*arguments):
-        output, hidden, targets = states(*arguments) or (None, None, None)
-        return output and (output, 2 * hidden, targets)
+        output, hidden, targets = states(*arguments)
+        return output, 2 * hidden, targets
 
-    monkeypatch.setattr(speedups, "shared_states", wrong)
+    monkeypatch.setattr(causal_lm, "shared_states", wrong)
     assert not policy_of(model).model.shares_prompts
 
 
 def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
-    """Compare rollouts, update and metrics with and without speedups.py."""
+    """Compare rollouts, update and metrics with and without shared prompts and a preallocated cache."""
     found = []
-    for module in (speedups, None):
-        monkeypatch.setattr(causal_lm, "speedups", module)
+    for fast in (True, False):
+        if not fast:
+            monkeypatch.setattr(causal_lm, "make_roomy", lambda cache: None)
+            monkeypatch.setattr(causal_lm, "SHARE_FROM", 1.0)
         samples = a_step(model)
         found.append((samples, *updated(model, samples)))
     (samples, weights, metrics), (same_samples, same_weights, same_metrics) = found

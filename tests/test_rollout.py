@@ -22,13 +22,11 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
 )
-from transformers.integrations import sdpa_attention
 
 import genrm_server
 import rollout
 from played import server
 from toy import warm_start
-from test_policy import FAMILIES, of_family
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
 
@@ -79,27 +77,6 @@ def test_rollout_logprobs_are_the_trainers(model, kind):
             assert len(logprobs) == len(sample.response_ids)
         for _, _, entropy, mask in policy.forward(samples):
             assert entropy[mask].min() > 0 and entropy.max() < math.log(model.config.vocab_size)
-
-
-# These have no shared key heads, or heads that are too wide for attention without copies.
-NO_GROUPS = {"minicpm3", "modernbert-decoder", "opt", "falcon", "gemma4_text"}
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NO_GROUPS])
-def test_keys_of_several_heads_are_not_copied_on_cpu_and_no_bit_changes(name, monkeypatch):
-    """Compare with transformers' own attention, which copies the keys for every query head if there is a
-    mask.
-    """
-    family_model, copied = of_family(name, **FAMILIES[name]), []
-    copy, ours = sdpa_attention.repeat_kv, sdpa_attention.use_gqa_in_sdpa
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *keys: copied.append(1) or copy(*keys))
-    found = {}
-    for way in (ours, lambda mask, *keys: mask is None):
-        monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", way)
-        samples = roll_out(family_model, PROMPTS, group_size=4, length=24)
-        found[len(copied)] = [(sample.response_ids, sample.rollout_logprobs) for sample in samples]
-    (copies, without), (more_copies, with_copies) = found.items()
-    assert copies == 0 < more_copies and without == with_copies
 
 
 def test_what_a_model_keeps_from_inference_mode_can_be_trained_with():
