@@ -54,6 +54,21 @@ def test_advantages_by_hand():
     assert torch.equal(rewards.nan_to_num(7.0), kept.nan_to_num(7.0))  # nothing is mutated
 
 
+def test_a_failed_sample_has_no_vote_in_its_group():
+    """The rewards are 1, 1, 0, 0, and the second sample has no verdict.
+
+    Without its vote, the mean is 1/3 instead of 1/2. The standard deviation is sqrt(1/3) in both cases.
+    """
+    samples = [Sample({}, [5], [6]) for _ in range(4)]
+    for sample, score in zip(samples, (1.0, 1.0, 0.0, 0.0)):
+        sample.result = {"reward_score": score, "reward_extra_info": {}, "status": "ok"}
+    samples[1].result |= {"reward_score": None, "status": "no_verdict"}
+    algorithm.set_advantages([samples], config_of(), str)
+    first, failed, *others = [sample.advantage for sample in samples]
+    assert failed is None  # so it is excluded from the loss as well
+    assert [first, *others] == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
+
+
 def test_advantages_of_equal_rewards_are_zero_in_spite_of_rounding():
     assert compute_advantages(torch.full((1, 7), 0.1)).abs().max() == 0
 

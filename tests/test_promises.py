@@ -25,8 +25,9 @@ KEPT_BY = {
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_reward_loop.test_workers_and_grading_processes_are_killed_mid_batch",
     ),
-    "A failure is a status, never a reward: a sample without a verdict is excluded from its group's "
-    "statistics and from the loss.": (
+    "A failure is a status, never a reward: a sample without a verdict has no vote in its group. It is "
+    "excluded from the group's statistics and from the loss.": (
+        "test_algorithm.test_a_failed_sample_has_no_vote_in_its_group",
         "test_compute_score.test_no_broken_server_raises",
         "test_reward_loop.test_outcomes_become_statuses_in_order",
         "test_policy.test_samples_without_verdict_and_groups_without_spread_change_nothing",
