@@ -29,6 +29,7 @@ from statistics import median
 
 from command_line import without_secrets
 
+MISMATCH = "rollout/logprob_diff"
 # The terminal shows these metrics of each step: the label, the format, and the value that must be exceeded.
 ON_SCREEN = {
     "reward/mean": ("reward", "6.3f"),
@@ -41,7 +42,7 @@ ON_SCREEN = {
 ABOVE = {
     "reward/no_verdict": ("no_verdict", 0.0),
     "response_length/clipped": ("truncated", 0.0),
-    "rollout/logprob_diff": ("logprob_diff", 1e-3),  # In float32, it is about 1e-7.
+    MISMATCH: ("logprob_diff", 1e-3),  # In float32, it is about 1e-7.
 }
 PANELS = {
     "reward": ["reward/mean", "reward/score"],
@@ -270,8 +271,21 @@ class Log:
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
             self.wandb.log(line, step=step + self.wandb_shift)
+        if MISMATCH in line:
+            self.warn_of_mismatch()
         terms = json.loads(self.config.advantage_kwargs).get("weights", ())
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
+
+    def warn_of_mismatch(self) -> None:
+        """Print a warning if sampler and trainer differ much more than before, as after a lost weight sync.
+
+        Three earlier steps are needed, because with --overlap only the first step has current weights.
+        """
+        *before, last = [line[MISMATCH] for line in self.history if MISMATCH in line]
+        if len(before) >= 3 and last > max(3 * median(before), 1e-5):  # Rounding alone is below 1e-5.
+            print(f"WARNING: {MISMATCH} is {last:.2g}, but its median so far is {median(before):.2g}: the "
+                  "servers may have old weights; see policy-mismatch in docs/troubleshooting.md",
+                  flush=True)  # fmt: skip
 
     def seconds_left(self, step: int) -> float:
         """Estimate the seconds until the last step from the last ten steps; 0 if none of them has a time.

@@ -76,6 +76,26 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
     assert [line.get_label() for line in figures[0].axes[1].lines] == ["val/openai/gsm8k/mean@1"]
 
 
+@pytest.mark.parametrize(
+    "differences, warned",
+    [
+        ([5e-8, 2e-3, 1e-3, 1e-3, 2e-3, 4e-3, 1e-3], [6]),  # The median before step 6 is 0.001.
+        ([5e-8, 5e-8, 5e-8, 4e-7], []),  # rounding
+        ([0.0, 0.0, 0.0, 4e-4], [4]),
+    ],
+)
+def test_a_sampler_that_suddenly_differs_is_reported(tmp_path, capsys, differences, warned):
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
+    log.metrics({"step": 0})
+    said = []
+    for step, difference in enumerate(differences, 1):
+        log.metrics({"step": step, "rollout/logprob_diff": difference})
+        log.metrics({"step": step, "val/a/mean@1": 0.5})  # An evaluation of the same step says it once.
+        if "the servers may have old weights" in capsys.readouterr().out:
+            said.append(step)
+    assert said == warned
+
+
 def test_reward_metrics_by_hand():
     metrics = reward_metrics([
         # The values are a number that is too large for a float, indices, and a name that is already used.
