@@ -298,7 +298,7 @@ def compute_policy_loss(
     rollout_logprobs: torch.Tensor | None = None,
     tis_cap: float | None = None,
     **settings,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the policy loss of a micro-batch, and sums for the metrics.
 
     The loss is a mean over the tokens of the whole mini-batch, or over its sequences if the loss function has
@@ -318,8 +318,8 @@ def compute_policy_loss(
         settings: Arguments of the loss, such as clip_low, clip_high and clip_c; None: the loss's own default.
 
     Returns:
-        The loss, and sums to add up over micro-batches, such as the number of clipped tokens. That number is
-        absent if the loss does not clip.
+        The loss, and sums (tensors) to add up over micro-batches, such as the number of clipped tokens. That
+        number is absent if the loss does not clip.
     """
     compute = LOSSES.get(loss, loss)
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -329,16 +329,16 @@ def compute_policy_loss(
     logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may contain anything, even NaN.
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
-    sums = {"approx_kl_sum": (kl_B_T * mask).sum().item(), "loss_tokens": mask.sum().item()}
+    sums = {"approx_kl_sum": (kl_B_T * mask).sum(), "loss_tokens": mask.sum()}
     loss_B_T = compute(logprobs, log_ratio, advantages, mask, **settings)
     if isinstance(loss_B_T, tuple):
         loss_B_T, is_clipped = loss_B_T
-        sums["clipped_tokens"] = (is_clipped * mask).sum().item()
+        sums["clipped_tokens"] = (is_clipped * mask).sum()
     if tis_cap is not None:
         weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
-        sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum().item()
+        sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum()
         weight = weight.clamp(max=tis_cap)
-        sums["tis_sum"] = (weight * mask).sum().item()
+        sums["tis_sum"] = (weight * mask).sum()
         loss_B_T = loss_B_T * weight
     if getattr(compute, "over_sequences", False):
         loss_B = (loss_B_T * mask).sum(1) / lengths_of(mask)[:, 0]

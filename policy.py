@@ -271,8 +271,8 @@ class Policy:
             sample.old_logprobs = logprobs
             own = torch.tensor(sample.own_tokens, device=self.device)
             rollout = torch.tensor(sample.rollout_logprobs, device=self.device)
-            sums.update(logprob_difference(logprobs[own], rollout[own]))
-        return self.all_reduce(sums)
+            add_sums(sums, logprob_difference(logprobs[own], rollout[own]))
+        return self.all_reduce(as_numbers(sums))
 
     def accumulate_gradients(self, batch: MiniBatch, is_first_update: bool) -> Counter:
         """Accumulate the gradient of this mini-batch's loss, and return sums for the metrics.
@@ -318,13 +318,13 @@ class Policy:
                     reference = padded([sample.reference_logprobs for sample in part], self.device)
                     kl = compute_kl_loss(logprobs, reference, mask, num_tokens)
                     loss = loss + config.kl_coef * kl
-                    found["reference_kl_sum"] = kl.item() * num_tokens
+                    found["reference_kl_sum"] = kl.detach().double() * num_tokens
                 loss.backward()
-                found["loss_sum"] = loss.item()
-                sums.update(found)
+                found["loss_sum"] = loss.detach()
                 if is_first_update:
-                    sums.update(logprob_difference(old[mask], rollout[mask]))
-        return sums
+                    found |= logprob_difference(old[mask], rollout[mask])
+                add_sums(sums, found)
+        return as_numbers(sums)
 
     def optimizer_step(self, loss: float) -> float:
         """Clip the gradient, take one optimizer step, and return the gradient norm before clipping.
@@ -518,8 +518,19 @@ def entropy_of(groups: list[list[Sample]]) -> float:
 
 def logprob_difference(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> dict:
     """Return the sums over tokens that rollout/logprob_diff is computed from."""
-    apart = (logprobs - rollout_logprobs).abs().sum().item()
-    return {"difference_sum": apart, "compared_tokens": logprobs.numel()}
+    apart = (logprobs - rollout_logprobs).abs().sum()
+    return {"difference_sum": apart, "compared_tokens": torch.tensor(logprobs.numel())}
+
+
+def add_sums(sums: Counter, found: dict) -> None:
+    """Add tensors to the sums, as tensors: reading a number would make the CPU wait for the GPU."""
+    for name, value in found.items():
+        sums[name] = sums[name] + value.double()
+
+
+def as_numbers(sums: Counter) -> Counter:
+    """Return sums of tensors as sums of numbers."""
+    return Counter({name: float(value) for name, value in sums.items()})
 
 
 def check_sampler(sums: Counter, limit: float) -> None:

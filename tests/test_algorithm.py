@@ -196,7 +196,7 @@ def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
             )
             loss.backward()
             grads[rows] += leaf.grad
-            losses, kls = losses + loss.item(), kls + metrics["approx_kl_sum"]
+            losses, kls = losses + loss.item(), kls + metrics["approx_kl_sum"].item()
         return losses, kls, grads
 
     whole = total([[0, 1, 2, 3, 4, 5]])
@@ -337,7 +337,7 @@ def test_the_contract_of_every_loss(name, own):
             )
             part.backward()
             grads[rows] += leaf.grad.nan_to_num()
-            sums.update(found)
+            sums.update({name: number.item() for name, number in found.items()})
             value += part.item()
         return value, sums, grads
 
