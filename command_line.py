@@ -34,8 +34,8 @@ GROUPS = {
         http_retries max_no_verdict_rate""",
     "judge": "genrm genrm_ router_address reward_model_",
     "rollout": """rollout rollout_ group_size temperature max_response_length overlap max_logprob_diff""",
-    "algorithm": """advantage advantage_kwargs loss loss_kwargs clip_ tis_cap kl_coef entropy_coef overlong_
-        dynamic_sampling max_refills max_idle_steps""",
+    "algorithm": """advantage advantage_kwargs loss loss_kwargs clip_ tis_cap sampler_logprobs kl_coef
+        entropy_coef overlong_ dynamic_sampling max_refills max_idle_steps""",
     "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
         max_grad_norm max_tokens_per_micro_batch gradient_checkpointing""",
     "model": "max_positions trust_remote_code lora_",

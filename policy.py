@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers.core_model_loading import revert_weight_conversion
 
-from algorithm import compute_kl_loss, compute_policy_loss, loss_function
+from algorithm import MAX_LOG_RATIO, compute_kl_loss, compute_policy_loss, loss_function
 from causal_lm import (
     add_adapters,
     can_share_prompts,
@@ -124,7 +124,8 @@ class Policy:
     """
 
     is_main_rank = True  # The main rank writes checkpoints and sends weights.
-    # True if this process also samples the rollouts, so that rollout_logprobs are exact in float32.
+    # True if this process also samples the rollouts, so that rollout_logprobs are exact in float32. The
+    # option sampler_logprobs has the same effect, whoever samples them.
     samples_itself = False
     load_dtype = torch.float32  # The dtype of the loaded weights.
 
@@ -253,7 +254,7 @@ class Policy:
         Returns the sums of compare_with_sampler.
         """
         sums = Counter()
-        if not self.samples_itself:
+        if not (self.samples_itself or self.config.sampler_logprobs):
             sums = self.compare_with_sampler(samples_of(batches[1:]))
         if self.reference is not None:
             reference = contextlib.nullcontext()
@@ -296,7 +297,7 @@ class Policy:
                 advantages = padded([advantages_of(sample) for sample in part], self.device)
                 if is_first_update:
                     old = logprobs.detach()
-                elif self.samples_itself:
+                elif self.samples_itself or config.sampler_logprobs:
                     old = rollout
                 else:
                     old = padded([sample.old_logprobs for sample in part], self.device)
@@ -312,6 +313,8 @@ class Policy:
                     tis_cap=config.tis_cap,
                     **loss_settings,
                 )
+                if config.sampler_logprobs:
+                    found |= ratio_sums(logprobs.detach()[mask] - rollout[mask])
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if self.reference is not None:
@@ -359,6 +362,10 @@ class Policy:
         if self.config.tis_cap is not None:
             metrics["rollout/tis_mean"] = sums["tis_sum"] / num_tokens
             metrics["rollout/tis_capped"] = sums["tis_capped_tokens"] / num_tokens
+        if self.config.sampler_logprobs:
+            ratio = sums["ratio_sum"] / num_tokens
+            metrics["rollout/is_mean"] = ratio
+            metrics["rollout/is_effective"] = ratio**2 / (sums["squared_ratio_sum"] / num_tokens)
         return metrics
 
     @torch.no_grad()
@@ -520,6 +527,12 @@ def logprob_difference(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -
     """Return the sums over tokens that rollout/logprob_diff is computed from."""
     apart = (logprobs - rollout_logprobs).abs().sum()
     return {"difference_sum": apart, "compared_tokens": torch.tensor(logprobs.numel())}
+
+
+def ratio_sums(log_ratio: torch.Tensor) -> dict:
+    """Return the sums over tokens that the metrics of --sampler-logprobs are computed from."""
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    return {"ratio_sum": ratio.sum(), "squared_ratio_sum": ratio.square().sum()}
 
 
 def add_sums(sums: Counter, found: dict) -> None:

@@ -48,6 +48,9 @@ class PolicyOptions:
     # Cap of the importance weights that correct for differences between sampler and policy; default: no
     # correction, or 2 with --overlap.
     tis_cap: float | None = None
+    # Take the log-probabilities before the step from the sampler, except in its first update. This saves a
+    # forward pass, and the loss corrects for differences between sampler and policy by importance sampling.
+    sampler_logprobs: bool = False
     # Weight of the KL divergence from the initial --model; 0: no KL term, and no second model in memory.
     kl_coef: float = 0.0
     entropy_coef: float = 0.0  # Weight of the entropy bonus.

@@ -864,18 +864,26 @@ def test_only_samples_with_a_gradient_are_computed(model):
     """In each of two mini-batches of 8, 4 samples have a learning signal.
 
     Samples of the second one are read before the first update as well, unless this model sampled them.
-    Without any learning signal, one group is read.
+    The option sampler_logprobs does the same, and reports the importance weights. Without any learning
+    signal, one group is read.
     """
     samples = a_step(model)
     for number, sample in enumerate(samples):
         sample.advantage = float(number % 8 < 4)
     found = []
-    for samples_itself in (False, True):
-        policy = with_sgd(policy_of(model, mini_batch_size=2))  # Adam would amplify rounding errors
+    for samples_itself, option in ((False, False), (True, False), (False, True)):
+        policy = policy_of(model, mini_batch_size=2, sampler_logprobs=option)
+        with_sgd(policy)  # Adam would amplify rounding errors
         policy.samples_itself = samples_itself
         seen = count_passes(policy)
         found.append((policy.update(groups_of(samples), lr=1e-2), weights_of(policy), seen))
-    (metrics, weights, seen), (same_metrics, same_weights, fewer) = found
+    (metrics, weights, seen), (same_metrics, same_weights, fewer), by_option = found
+    option_metrics, option_weights, passes = by_option
+    assert passes == fewer and torch.equal(option_weights, same_weights)
+    # The first update sees a ratio of 1, and the second one sees what the first one changed.
+    assert option_metrics.pop("rollout/is_mean") == pytest.approx(1.0, abs=0.1)
+    assert 0.9 < option_metrics.pop("rollout/is_effective") < 1
+    assert option_metrics == same_metrics
     assert seen == [(4, False), (4, True), (4, True)] and fewer == [(4, True), (4, True)]
     assert torch.allclose(weights, same_weights, atol=1e-6)
     for key in ("actor/loss", "actor/approx_kl", "actor/entropy"):
