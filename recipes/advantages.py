@@ -5,7 +5,9 @@
     papo                answer and reasoning, normalised separately (PAPO)
     vppo                a value for the good prefix and one for the rest (VPPO)
     terms               several reward components, each normalised within its group (GDPO)
-    steps               a score for each step (GRPO's process supervision)
+    steps               a score for each step (GRPO's process supervision); rewards padding
+    progress            differences between the scores of successive steps, which add up to the last score
+    floored             GRPO, but small differences in the reward keep a small weight
     spare_good_prefix   any of these, or grpo or dr_grpo, without blame for the tokens before the first error
 
 Each function takes an algorithm.Groups and its own settings, and returns one advantage per sample (P x G) or
@@ -119,7 +121,8 @@ def steps(groups):
 
     The step scores are normalised over all paragraphs of a group. A token gets the advantage of its response
     plus the scores of its own paragraph and of all later paragraphs. A sample without any score has no
-    verdict.
+    verdict. A policy learns to add sound but useless steps, because each of them adds a score
+    (recipes/padding.py; arXiv:2504.15275); `progress` does not reward them.
     """
     steps_P_G_S, paragraphs_P_G_T = step_scores(groups)
     unscored_P_G = steps_P_G_S.isnan().all(2)
@@ -129,6 +132,46 @@ def steps(groups):
     sums_P_G_S = scores_P_G_S.flip(2).cumsum(2).flip(2)
     advantages_P_G_T = outcome_P_G[..., None] + sums_P_G_S.gather(2, paragraphs_P_G_T)
     return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
+
+
+def progress(groups):
+    """Return outcome advantages plus the progress that a token's own and all later steps make.
+
+    A step score is the value of the solution after this step, and a step's progress is its score minus the
+    previous one (potential-based shaping, Ng et al. 1999). The sum of a token's own and all later steps is
+    thus the last score minus the score before the token's step, and a step that changes nothing earns
+    nothing. The score before the first step is the mean last score of the group. A paragraph without a score
+    changes nothing. A sample without any score has no verdict.
+    """
+    steps_P_G_S, paragraphs_P_G_T = step_scores(groups)
+    unscored_P_G = steps_P_G_S.isnan().all(2)
+    outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
+    after_P_G_S = steps_P_G_S.clone()
+    for step in range(1, after_P_G_S.shape[2]):
+        is_missing_P_G = after_P_G_S[..., step].isnan()
+        after_P_G_S[..., step] = torch.where(is_missing_P_G, after_P_G_S[..., step - 1], after_P_G_S[..., step])
+    last_P_G_1 = after_P_G_S[..., -1:]
+    start_P_G_1 = last_P_G_1.nanmean(1, keepdim=True).expand_as(last_P_G_1)
+    before_P_G_S = torch.cat([start_P_G_1, after_P_G_S[..., :-1]], 2)
+    before_P_G_S = torch.where(before_P_G_S.isnan(), start_P_G_1, before_P_G_S)
+    gains_P_G_S = last_P_G_1 - before_P_G_S
+    advantages_P_G_T = outcome_P_G[..., None] + gains_P_G_S.gather(2, paragraphs_P_G_T)
+    return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
+
+
+def floored(groups, floor: float = 0.5):
+    """Return (reward - mean) / max(std, floor), so that small differences keep a small weight.
+
+    GRPO divides by the std alone. In a group of equally good answers whose rewards differ only in a small
+    term, such as a cost per call, GRPO gives this term the same weight as the correctness of the answer.
+
+    Args:
+        floor: With scores of -1 and 1, 0.5 changes only groups whose answers are all correct or all wrong,
+            because a group of eight with one wrong answer has a std of 0.71.
+    """
+    normalised_P_G = compute_advantages(groups.rewards_P_G)
+    floored_P_G = compute_advantages(groups.rewards_P_G, divide_by_std=False) / floor
+    return torch.where(floored_P_G.abs() < normalised_P_G.abs(), floored_P_G, normalised_P_G)
 
 
 def spare_good_prefix(groups, advantage: str = "grpo", **settings):

@@ -104,6 +104,31 @@ def test_a_step_score_ends_with_its_paragraph():
     assert group[1].token_advantages == pytest.approx([-2 * HALF] * 3 + [-HALF], rel=1e-5)
 
 
+def test_progress_is_the_last_score_minus_the_one_before():
+    """The mean last score is 0.5. Repeating a score, as padding does, earns nothing."""
+    padded = RIGHT | {"step_scores": [0.5, 1.0, 1.0, 1.0]}
+    group = [sample_of(padded, "a\n\nb\n\nc\n\nd"), sample_of(WRONG | {"step_scores": [1.0, 0.0]}, "a\n\nb")]
+    set_advantages([group], config_of(**worked("progress")), decode)
+    gains = [[0.5] * 3, [0.5] * 3, [0.0] * 3, [0.0]]
+    assert group[0].token_advantages == pytest.approx([HALF + gain for gain in sum(gains, [])], rel=1e-5)
+    assert group[1].token_advantages == pytest.approx([-HALF - 0.5] * 3 + [-HALF - 1.0], rel=1e-5)
+    group = [sample_of(RIGHT | {"step_scores": [None, 1.0]}, "a\n\nb"), sample_of(WRONG, "a")]
+    set_advantages([group], config_of(**worked("progress")), decode)  # The first paragraph has no score.
+    assert group[0].token_advantages == pytest.approx([HALF + 0.5] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("cost", [0.003, 0.1])
+def test_a_floor_keeps_a_small_term_small(cost):
+    """GRPO gives a cost of any size the same advantages. The floor does not change groups of other answers."""
+    cheap, dear = RIGHT, RIGHT | {"score": 1.0 - cost}
+    assert advantages(group_of(cheap, dear)) == pytest.approx([HALF, -HALF], rel=1e-3)
+    assert advantages(group_of(cheap, dear), **worked("floored")) == pytest.approx([cost, -cost])
+    half = dict(worked("floored"), advantage_kwargs='{"floor": 1.0}')
+    assert advantages(group_of(cheap, dear), **half) == pytest.approx([cost / 2, -cost / 2])
+    for group in (group_of(RIGHT, WRONG), group_of(*[RIGHT] * 7, WRONG)):
+        assert advantages(group, **worked("floored")) == advantages(group)
+
+
 @pytest.mark.parametrize("high, low", [(1e30, 0.0), (1e39, 0.0), (1e300, -1e300), (2.0**24 + 1, 2.0**24)])
 def test_large_scores_that_differ_are_told_apart(high, low):
     got = advantages(group_of(RIGHT | {"score": high}, WRONG | {"score": low}))
