@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 
 import grpo_trainer
+from played import advantages_of, sample_of
 from policy import Sample
 from prepare_data import Config as DataConfig
 from prepare_data import prepare
 from run import check_progress
 from run_folder import Log
-from tiny import config_of
+from tiny import config_of, worked
 from tools import diagnose
 
 HERE = Path(__file__).parent
 GOOD = json.loads((HERE / "data/good_runs.json").read_text())  # {name: {metric: values, or one for all}}
+# [[step, group, [[acc, calls, flawed_positive], ...]], ...] of a run in the world with a tool
+GROUPS = json.loads((HERE / "data/shop_groups.json").read_text())
 BAD = json.loads((HERE / "data/bad_runs.json").read_text())  # {cause: {"metrics": as in GOOD, "samples": []}}
 
 
@@ -105,8 +108,82 @@ def test_a_made_up_run_that_cannot_learn(cause):
     assert found[cause].steps[0] <= 10 and found[cause].steps[-1] == 10
 
 
+def costly(step, cost, small, advantages=None):
+    """Return ten groups of four answers with 0 to 3 calls. In `small` groups, all answers are correct."""
+    lines = []
+    for number in range(10):
+        accs = [True, True, True, number < small]
+        scores = [(1.0 if acc else -1.0) - cost * calls for calls, acc in enumerate(accs)]
+        group = advantages_of([sample_of(score) for score in scores], **(advantages or {}))
+        for calls, (acc, score, advantage) in enumerate(zip(accs, scores, group)):
+            info = {"pred": "3", "acc": acc, "score": score, "length": 7, "calls": calls, "kind": "x"}
+            about = {"split": "train", "step": step, "group": number, "prompt": f"{step}.{number}"}
+            about |= {"reward_score": score, "reward_extra_info": info, "advantage": advantage}
+            lines.append(about | {"response": "so 3", "ground_truth": "3"})
+    return lines
+
+
+@pytest.mark.parametrize(
+    "cost, small, advantages, finding",
+    [
+        (0.003, 6, {}, True),
+        (0.1, 4, {}, True),
+        (0.003, 6, worked("floored"), False),  # The term has the weight of its size.
+        (0.003, 6, {"advantage": "dr_grpo"}, False),
+        (0.5, 6, {}, False),  # Like FAPO's penalty, this term is not small.
+        (0.0, 6, {}, False),
+        (0.003, 2, {}, False),  # In most groups, the answers differ.
+        (0.003, 10, {}, False),  # Nothing is known of the weight in other groups.
+    ],
+)
+def test_a_small_term_that_groups_of_equal_answers_learn_from(cost, small, advantages, finding):
+    lines = lines_of(GOOD["fapo"])[:6]
+    samples = sum([costly(step, cost, small, advantages) for step in range(1, 7)], [])
+    found = named(lines, samples)
+    assert list(found) == ["small-term"] * finding
+    if finding:
+        evidence = found["small-term"].evidence
+        assert f"small_term/groups {small / 10}" in evidence and "small_term/name calls" in evidence
+    for sample in samples:
+        del sample["reward_extra_info"]["calls"]
+    for one in named(lines, samples).values():
+        assert "small_term/name unknown" in one.evidence
+
+
+@pytest.mark.parametrize(
+    "cost, penalty, advantages, finding",
+    [
+        (0.003, 0, {}, True),
+        (0.01, 0, {}, True),
+        (0.03, 0, {}, True),
+        (0.1, 0, {}, True),
+        (0.0, 0, {}, False),
+        (0.03, 1, {}, False),  # With FAPO, most of these groups differ in their flaws.
+        (0.03, 0, worked("floored"), False),
+        (0.03, 0, {"advantage": "dr_grpo"}, False),
+    ],
+)
+def test_groups_of_the_world_with_a_tool(cost, penalty, advantages, finding):
+    """The first twelve steps of a recorded run, with the scores and advantages of these rewards."""
+    lines = [{"step": step, "reward/mean": 0.8} for step in range(1, 13)]
+    samples = []
+    for step, number, recorded in GROUPS:
+        scores = [2 * acc - 1 - cost * calls - penalty * flawed for acc, calls, flawed in recorded]
+        group = advantages_of([sample_of(score) for score in scores], **advantages)
+        for (acc, calls, flawed), score, advantage in zip(recorded, scores, group):
+            info = {"acc": bool(acc), "calls": calls, "flawed_positive": bool(flawed)}
+            about = {"split": "train", "step": step, "group": number, "turns": [], "advantage": advantage}
+            about |= {"reward_score": score, "reward_extra_info": info}
+            samples.append(about | {"prompt": "", "response": "", "ground_truth": ""})
+    found = named(lines, samples)
+    assert list(found) == ["small-term"] * finding
+    if found:
+        assert found["small-term"].steps[0] <= 7 and "small_term/name calls" in found["small-term"].evidence
+
+
 def test_every_rule_is_tested():
-    assert {rule[0] for rule in diagnose.RULES} == BAD.keys() | MADE.keys() | {"accuracy-decline"}
+    tested_apart = {"accuracy-decline", "small-term"}
+    assert {rule[0] for rule in diagnose.RULES} == BAD.keys() | MADE.keys() | tested_apart
     assert len(BAD.keys() | MADE.keys()) >= 15
 
 

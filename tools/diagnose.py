@@ -20,6 +20,7 @@ from itertools import accumulate
 from math import nan, sqrt
 from operator import gt, lt
 from pathlib import Path
+from statistics import fmean
 
 import tyro
 
@@ -61,6 +62,9 @@ RULES = [
     # Several turns together reach the length limit. If a single turn reaches it, the finding is `truncation`.
     ("trajectory-truncation", 3, ["response_length/clipped > 0.5", "rollout/called > 0.5"],
      "raise --max-response-length, or let tools return less"),
+    # Equally good answers differ in a cost, say. GRPO divides by the std, so the size of the cost is lost.
+    ("small-term", 3, ["small_term/groups > 0.3", "small_term/weight > 0.5"],
+     "GRPO gives this term the weight of a wrong answer: use --advantage recipes/advantages.py:floored"),
     # If only the answer counts, made-up results are cheaper than tool calls.
     ("tool-call-collapse", 3, ["calls/first < 0.3", "accuracy/first > 0.95"],
      "calls cost more than they gain: lower their cost, or reward grounded steps as FAPO does"),
@@ -133,7 +137,7 @@ def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) 
         samples: The samples of the newest steps.
         called_ever: The highest rollout/called so far.
     """
-    numbers = lost_accuracy(lines)
+    numbers = lost_accuracy(lines) | small_term(samples)
     newest = lines[-1]
     for name, key in SINCE_START.items():  # relative to the mean of the first three steps
         first = sum(line.get(key, 0) for line in lines[:3]) / 3
@@ -200,6 +204,66 @@ def audit(lines: list[dict]) -> tuple[float, float]:
     return share, sqrt(share * (1 - share) / asked)
 
 
+def small_term(samples: list[dict]) -> dict[str, float | str]:
+    """Return how many groups learn only from a small term of the reward, its weight there, and its name.
+
+    In such a group, all answers are correct or all are wrong, and their rewards differ by less than a fifth
+    of the range of all rewards. The weight compares the mean absolute advantages of these groups and of the
+    other groups. The name is that of the result that explains the differences. Unknown numbers are omitted.
+    """
+    groups = defaultdict(list)
+    for sample in samples:
+        about = (sample["reward_score"], sample["reward_extra_info"].get("acc"), sample.get("advantage"))
+        if None not in about:
+            groups[sample["step"], sample["group"]].append(sample)
+    rewards = [reward_of(sample) for group in groups.values() for sample in group]
+    small = []
+    others = []
+    for group in groups.values():
+        found = list(map(reward_of, group))
+        spread = max(found) - min(found)
+        answers = {sample["reward_extra_info"]["acc"] for sample in group}
+        if len(answers) == 1 and 1e-6 < spread < 0.2 * (max(rewards) - min(rewards)):
+            small.append(group)
+        elif spread > 1e-6:
+            others.append(group)
+    count = len(small) + len(others)
+    if count < 8 or not small or not others:
+        return {}
+    weights = [fmean(abs(one["advantage"]) for group in some for one in group) for some in (small, others)]
+    return {
+        "small_term/groups": len(small) / count,
+        "small_term/weight": weights[0] / max(weights[1], 1e-9),
+        "small_term/name": name_of(small),
+    }
+
+
+def reward_of(sample: dict) -> float:
+    return sample["reward_score"] + sample["reward_extra_info"].get("overlong_penalty", 0.0)
+
+
+def name_of(groups: list[list[dict]]) -> str:
+    """Return the key of the result that rises or falls with the reward in these groups, or "unknown"."""
+    best = 0.95  # the lowest correlation that counts
+    name = "unknown"
+    for key in groups[0][0]["reward_extra_info"]:
+        values = []
+        rewards = []
+        for group in groups:
+            found = [sample["reward_extra_info"].get(key) for sample in group]
+            if key == "score" or not all(isinstance(value, (int, float)) for value in found):
+                break
+            values += [value - fmean(found) for value in found]
+            mean = fmean(map(reward_of, group))
+            rewards += [reward_of(sample) - mean for sample in group]
+        size = sqrt(sum(value * value for value in values) * sum(reward * reward for reward in rewards))
+        fit = abs(sum(value * reward for value, reward in zip(values, rewards))) / (size or 1.0)
+        if len(values) == sum(map(len, groups)) and fit > best:
+            best = fit
+            name = key
+    return name
+
+
 def holds(conditions: list[str], numbers: list[dict]) -> bool:
     """Return whether all conditions hold in all these steps. Conditions on missing numbers never hold."""
     for condition in conditions:
@@ -248,6 +312,8 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     """Return the numbers that a rule uses, and the end of the newest response."""
     keys = [condition.split()[0] for condition in conditions]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
+    if "small_term/name" in numbers and keys[0].startswith("small_term/"):
+        text += f", small_term/name {numbers['small_term/name']}"
     if samples:
         end = " ".join(samples[-1]["response"][-40:].split())  # without line breaks
         text += f'; response "...{end}"'
