@@ -1,13 +1,15 @@
-"""Make training rows for the toy world's judge from the policies' own solutions, without planted flaws.
+"""Make training rows for a toy world's judge from the policies' own solutions, without planted flaws.
 
     python recipes/critic_rows.py --runs outputs/evidence/own1/*_seed0 --out-dir data/own1_judge
+    python recipes/critic_rows.py --runs outputs/shop0_* --out-dir data/shop0_judge
 
 The script reads the training samples that the runs saved (see the trainer's --samples-per-step). It selects
 equal numbers of flawed and sound solutions with correct answers, and the oracle labels them. No problem is in
-both fapo_critic_train.parquet and fapo_critic_test.parquet. For your own task, the labels must come from
-people or from a stronger model.
+both fapo_critic_train.parquet and fapo_critic_test.parquet. In the world with a tool, the hidden prices come
+from the run's --train-file. For your own task, the labels must come from people or from a stronger model.
 """
 
+import json
 import random
 import sys
 from dataclasses import dataclass
@@ -20,27 +22,49 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from compute_score import split_paragraphs
 from run_folder import read_lines
-from toy.toy_world import critic_row, first_wrong_paragraph, parse_problem
+from toy import shop_judge, shop_world, toy_world
 
 
 @dataclass
 class Config:
-    runs: tuple[Path, ...]  # Output directories of training runs in the toy world.
+    runs: tuple[Path, ...]  # Output directories of training runs in one of the toy worlds.
     out_dir: Path  # Output directory for the two Parquet files.
     held_out: int = 512  # Maximum number of rows in fapo_critic_test.parquet.
     seed: int = 0  # Random seed for selecting and shuffling the solutions.
 
 
-def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[tuple[str, list[str]]]]:
-    """Return the distinct solutions with correct answers as {is flawed: [(question, paragraphs), ...]}."""
+def row_of(line: dict, prices: dict[str, dict]) -> dict:
+    """Return the judge's row for a line of samples.jsonl. `prices`: see prices_of."""
+    prompt = line["prompt"]
+    if not prices:
+        paragraphs = split_paragraphs(line["response"])
+        return toy_world.critic_row(toy_world.parse_problem(prompt), paragraphs, "train", 0)
+    turns = line.get("turns") or shop_judge.as_turns([("policy", line["response"])])
+    return shop_judge.critic_row(shop_world.parse_problem(prompt, prices[prompt]), turns, "train", 0)
+
+
+def prices_of(run: Path) -> dict[str, dict]:
+    """Return {problem: prices} from the run's training file, or {} outside the world with a tool."""
+    prices = {}
+    if (run / "config.json").exists():
+        train_file = json.loads((run / "config.json").read_text())["train_file"]
+        for row in pq.read_table(train_file).to_pylist():
+            if "prices" in row["extra_info"]:
+                prices[row["prompt"][-1]["content"]] = row["extra_info"]["prices"]
+    return prices
+
+
+def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[dict]]:
+    """Return the rows of the distinct solutions with correct answers as {is flawed: [row, ...]}."""
     found = {True: {}, False: {}}
     for run in runs:
+        prices = prices_of(run)
         for line in read_lines(run / "samples.jsonl")[0]:
-            paragraphs = split_paragraphs(line["response"])
             if line["split"] == "train" and line["reward_extra_info"]["acc"]:
-                flawed = first_wrong_paragraph(line["prompt"], paragraphs) != -1
-                found[flawed][line["prompt"], line["response"]] = (line["prompt"], paragraphs)
-    return {flawed: list(solutions.values()) for flawed, solutions in found.items()}
+                row = row_of(line, prices)
+                flawed = row["reward_model"]["ground_truth"] != -1
+                found[flawed][line["prompt"], line["response"]] = row
+    return {flawed: list(rows.values()) for flawed, rows in found.items()}
 
 
 def main() -> None:
@@ -50,16 +74,17 @@ def main() -> None:
     count = min(map(len, found.values()))
     chosen = rng.sample(found[True], count) + rng.sample(found[False], count)
     rng.shuffle(chosen)
-    held_out = {question for question, _ in chosen[: config.held_out]}
+    held_out = {row["extra_info"]["question"] for row in chosen[: config.held_out]}
     rows = {"train": [], "test": []}
-    for question, paragraphs in chosen:
-        if question not in held_out:
+    for row in chosen:
+        if row["extra_info"]["question"] not in held_out:
             split = "train"
         elif len(rows["test"]) < config.held_out:
             split = "test"
         else:
             continue
-        rows[split].append(critic_row(parse_problem(question), paragraphs, split, len(rows[split])))
+        row["extra_info"] |= {"split": split, "index": len(rows[split])}
+        rows[split].append(row)
     if not rows["train"]:
         flawed, sound = len(found[True]), len(found[False])
         sys.exit(f"error: --runs: too few solutions ({flawed} flawed, {sound} sound); pass more runs")

@@ -401,8 +401,12 @@ def test_a_run_in_the_world_with_a_tool(run_recipe):
     assert config.train_file == "data/shop1/shop_train.parquet" and config.total_steps == 40
     assert config.rollout_fn == "toy/shop_world.py:with_prices"
     assert config.reward_fn == outcome[1] and config.reward_kwargs == '{"call_cost": 0.03}'
-    refused = run_recipe("toy_tools", "3", "outputs/mine", job=True)
-    assert refused.startswith("usage: bash recipes/toy_tools.sh CHECKPOINT")
+    fresh = run_recipe("toy_tools", "5", "outputs/mine", job=True)  # The seed of a fresh checkpoint
+    assert (fresh.model, fresh.train_file) == ("data/shop5/policy", "data/shop5/shop_train.parquet")
+    for wrong in (["own0", "outputs/mine"], ["-1", "outputs/mine"], ["1"]):
+        for name in ("toy_tools", "toy_tools_judge"):
+            refused = run_recipe(name, *wrong, job=True)
+            assert refused.startswith(f"usage: bash recipes/{name}.sh CHECKPOINT")
 
 
 STAND_IN = """#!/bin/bash

@@ -169,7 +169,25 @@ def compute_score_outcome(
     )
 
 
-compute_score_fapo_oracle.check_row = compute_score_outcome.check_row = scores.check_answer
+def compute_score_grounded_rule(
+    data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0,
+    call_cost=0.0) -> dict:  # fmt: skip
+    """Return FAPO's score with a rule instead of a judge: the operands must be the tool's answers, in order.
+
+    The rule sees no prices and does not add, so wrong sums pass. The oracle only adds metrics.
+    """
+    result = compute_score_outcome(
+        data_source, solution_str, ground_truth, extra_info, turns, call_cost=call_cost
+    )
+    answers = [turn["text"] for turn in turns if turn["who"] == "tool"]
+    written = "\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
+    is_unfounded = re.findall(r"\d+[+-](\d+)=", written) != answers
+    result["score"] -= penalty * (result["acc"] and is_unfounded)
+    return result
+
+
+for score in (compute_score_fapo_oracle, compute_score_outcome, compute_score_grounded_rule):
+    score.check_row = scores.check_answer
 
 
 def policy_row(problem: Problem, split: str, index: int) -> dict:

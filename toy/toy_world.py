@@ -408,10 +408,15 @@ def right_solution(rng: Random, flawed: bool, kind: Kind = KINDS["standard"]) ->
 
 def critic_row(problem: Problem, paragraphs: list[str], split: str, index: int) -> dict:
     """Return a row for training or evaluating the judge on a solution."""
+    first_wrong = first_wrong_paragraph(str(problem), paragraphs)
+    return labelled_row(problem, paragraphs, first_wrong, split, index)
+
+
+def labelled_row(problem, paragraphs: list[str], first_wrong: int, split: str, index: int) -> dict:
     row = policy_row(problem, "fapo_critic", split, index)
     row["ability"] = "math_critic"
     row["prompt"][0]["content"] = critic_prompt(problem, paragraphs)
-    row["reward_model"]["ground_truth"] = first_wrong_paragraph(str(problem), paragraphs)
+    row["reward_model"]["ground_truth"] = first_wrong
     row["extra_info"]["total_steps"] = len(paragraphs)
     return row
 

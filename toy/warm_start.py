@@ -6,6 +6,7 @@
     python -m toy.warm_start --out-dir data/own --kind own_flaws --models policy   # the second world
     python -m toy.warm_start --out-dir data/own0 --kind own_flaws --models         # only its rows
     python -m toy.warm_start --out-dir data/shop --kind shop --models policy       # the world with a tool
+    python -m toy.warm_start --out-dir data/shop_judge --kind shop_judge --models judge   # and its judge
 
 The warm start is supervised training on texts that toy/toy_world.py generates. It teaches errors that
 reinforcement learning can then correct: the policy forgets carries, and the judge overlooks half of the wrong
@@ -13,7 +14,7 @@ lines. In the second world, the policy is trained only on sound solutions, and i
 the same kind of processor, the same seed produces the same files.
 
 Not covered: training on GPUs, and models with more than a million parameters. If you copy this file, copy
-toy/toy_world.py, toy/shop_world.py, run_folder.py and compute_score.py as well.
+toy/toy_world.py, toy/shop_world.py, toy/shop_judge.py, run_folder.py and compute_score.py as well.
 """
 
 import math
@@ -36,8 +37,9 @@ class Config:
     seed: int = 0  # Random seed for the problems, the tokenizer and the training.
     # Kind of toy world. narrow_judge: the judge is trained only on forgotten carries. weak_policy: the policy
     # is wrong more often than correct. own_flaws: the second world, whose policy is trained only on sound
-    # solutions. shop: the world with a tool, which has no judge.
-    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop"] = "standard"
+    # solutions. shop: the world with a tool. shop_judge: the judge of the world with a tool, which starts as
+    # the shipped judge of the first world.
+    kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop", "shop_judge"] = "standard"
     # Models to train. The policy takes about 2 minutes and the judge about 4. --models without a name writes
     # only the rows.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
@@ -59,7 +61,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toy import shop_world
+from toy import shop_judge, shop_world
 from toy.toy_world import (
     COARSE,
     JUDGE,
@@ -296,17 +298,71 @@ def shop_corpus(rng: Random) -> list[str]:
     return words
 
 
+def shop_judge_phases(rng: Random):
+    """Return the phases for the shop's judge, which starts as the first world's judge.
+
+    A quarter of the texts are stories of the second world, because the judge must add instead of copying.
+    """
+
+    def add():
+        problem = random_problem(rng, COARSE)
+        return chat(str(problem), "\n\n".join(write_solution(problem, rng)))
+
+    def critique(problem, turns):
+        return chat(shop_judge.critic_prompt(problem, turns), shop_judge.write_critique(problem, turns))
+
+    def practise():
+        if rng.random() < 0.25:
+            return add()
+        problem = shop_world.random_problem(rng)
+        return critique(problem, shop_judge.write_flawed(problem, rng, shop_judge.PRACTICE))
+
+    def criticise():
+        if rng.random() < 0.25:
+            return add()
+        return critique(*shop_judge.right_trajectory(rng, rng.random() < 0.5))
+
+    return [
+        ("to read turns", practise, 400, 1.5e-3, 1e-3, 3.0),
+        ("to criticise", criticise, 300, 1e-3, 1e-4, 3.0),
+    ]
+
+
+def shop_judge_corpus(rng: Random) -> list[str]:
+    """Return the words of the texts that the shop's judge reads and writes."""
+    words = []
+    for _ in range(1500):
+        for prompt, response in (example() for _, example, *_ in shop_judge_phases(rng)):
+            words += re.findall(r"\n\n|\n<|> \(\w+\) |[\n ]?\w+|\W", f"{prompt}{response}")
+    return words
+
+
+def continue_from(model, tokenizer, folder: Path) -> None:
+    """Copy a trained model's weights. Tokens that its tokenizer lacks keep their initial embeddings."""
+    weights = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    known = PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
+    shared = {number: known[token] for token, number in tokenizer.get_vocab().items() if token in known}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = model.state_dict()[name].clone()
+        rows[list(shared)] = weights[name][list(shared.values())]
+        weights[name] = rows
+    model.load_state_dict(weights)
+
+
 def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_at=0.25) -> None:
     """Train the model names[row] and save it in `out_dir` in bf16.
 
     Args:
-        kind: The kind of toy world, or None for the shop.
+        kind: The kind of toy world, or None for the shop and its judge.
     """
     torch.set_num_threads(1)  # One thread is fastest for this model size.
     name = names[row]
     model = new_model(len(tokenizer), seed)
     rng = Random(f"{seed}/{name}")
-    if kind is None:
+    if kind is None and name == "judge":
+        continue_from(model, tokenizer, SHIPPED / name)
+        learning = shop_judge_phases(rng)
+    elif kind is None:
         learning = shop_phases(rng, stop_at)
     else:
         learning = phases(name, rng, kind)
@@ -329,6 +385,17 @@ def write_shop_rows(out_dir: Path, seed: int) -> None:
         write_table(rows, out_dir / f"shop_{split}.parquet")
 
 
+def write_shop_judge_rows(out_dir: Path, seed: int) -> None:
+    """Write the two Parquet files of the shop's judge. Half of the trajectories are flawed."""
+    rng = Random(f"{seed}/rows")
+    for split, count in (("train", 4096), ("test", 512)):
+        rows = []
+        for index in range(count):
+            problem, turns = shop_judge.right_trajectory(rng, flawed=index % 2 == 0)
+            rows.append(shop_judge.critic_row(problem, turns, split, index))
+        write_table(rows, out_dir / f"fapo_critic_{split}.parquet")
+
+
 def write_table(rows: list[dict], path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
     print(f"{path}: {len(rows)} rows")
@@ -338,11 +405,16 @@ def main(config: Config) -> None:
     kind = KINDS.get(config.kind)
     config.out_dir.mkdir(parents=True, exist_ok=True)
     rng = Random(f"{config.seed}/tokenizer")
-    if kind is None:
-        if "judge" in config.models:
-            raise SystemExit("error: --models judge: --kind shop has no judge; pass --models policy")
+    own = {"shop": "policy", "shop_judge": "judge"}.get(config.kind)
+    other = {"policy": "judge", "judge": "policy"}.get(own)
+    if other in config.models:
+        raise SystemExit(f"error: --models {other}: --kind {config.kind} has no {other}; pass --models {own}")
+    if config.kind == "shop":
         write_shop_rows(config.out_dir, config.seed)
         tokenizer = build_tokenizer(shop_corpus(rng))
+    elif config.kind == "shop_judge":
+        write_shop_judge_rows(config.out_dir, config.seed)
+        tokenizer = build_tokenizer(shop_judge_corpus(rng))
     else:
         if kind.stop_at:
             kind = kind._replace(stop_at=config.stop_at)

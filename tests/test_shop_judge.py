@@ -1,0 +1,124 @@
+"""The judge of the world with a tool: what it reads and writes, and the score that it decides."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import compute_score as scores
+import prepare_data
+from played import says, server
+from toy import shop_judge, shop_world, warm_start
+
+ROOT = Path(__file__).parent.parent
+PRICES = dict.fromkeys(shop_world.ITEMS, 7)
+PROBLEM = shop_world.parse_problem("Ben has 50, sells pears, buys nuts, sells eggs. More than 50?", PRICES)
+
+
+def changed(old, new):
+    turns = [(who, text.replace(old, new)) for who, text in shop_world.write_solution(PROBLEM)]
+    return shop_judge.as_turns(turns)
+
+
+@pytest.mark.parametrize(
+    "turns, critique",
+    [
+        (changed("", ""), "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50?50 ok|4:eggs?eggs? ok|"
+                          "6:50+7=57?57 ok|\\boxed{-1}"),
+        (changed("50+7=57", "50+7=59"), "0:pears?pears? ok|2:50+7=57?59 not|\\boxed{2}"),
+        (changed("50+7=57", "51+7=58"), "0:pears?pears? ok|2:50+7=57?51 not|\\boxed{2}"),
+        (changed("nuts?", "hats?"), "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?h not|\\boxed{2}"),
+        (shop_judge.as_turns(shop_world.write_solution(PROBLEM, looks_up=False)),
+         "0:pears?pears= not|\\boxed{0}"),
+        (changed("", "")[:3], "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50? not|\\boxed{4}"),
+    ],
+)  # fmt: skip
+def test_a_critique_derives_each_paragraph_and_ends_at_the_first_that_differs(turns, critique):
+    assert shop_judge.write_critique(PROBLEM, turns).splitlines() == critique.split("|")
+
+
+def test_rows_show_what_the_judge_is_asked_and_agree_with_the_critiques():
+    rng = random.Random(0)
+    flaws = set()
+    for number in range(400):
+        problem, turns = shop_judge.right_trajectory(rng, flawed=number % 2 == 0)
+        row = shop_judge.critic_row(problem, turns, "train", number)
+        prepare_data.validate_row(row, "row")
+        shown = scores.show_solution("".join(turn["text"] for turn in turns), turns)
+        asked = scores.format_critic_prompt(str(problem), problem.answer, shown, "brief")
+        assert row["prompt"][0]["content"] == asked and "(policy) " in asked
+        label = row["reward_model"]["ground_truth"]
+        assert (label == -1) == (number % 2 == 1) and row["extra_info"]["total_steps"] == len(turns)
+        assert scores.parse_critique(shop_judge.write_critique(problem, turns), len(turns)) == label
+        flaws.add(row["extra_info"]["flaw"])
+    assert flaws == {"", *shop_world.FLAWS}
+
+
+@pytest.mark.parametrize("verdict, score, agrees", [(-1, 0.91, False), (2, -0.09, True)])
+def test_the_served_judge_decides_the_score_and_the_oracle_measures(verdict, score, agrees):
+    """There are three look-ups. The judge that says -1 overlooks a wrong sum."""
+    prompts = []
+    turns = changed("50+7=57", "50+7=59")
+    solution = "".join(turn["text"] for turn in turns)
+    info = {"question": str(PROBLEM), "prices": PRICES, "split": "train"}
+
+    def answer(path, body):
+        prompts.append(body["messages"][0]["content"])
+        return says(f"\\boxed{{{verdict}}}")
+
+    with server(answer, lambda path: {"data": [{"id": "judge"}]}) as address:
+        result = asyncio.run(
+            shop_judge.compute_score_fapo("shop", solution, "yes", info, address, turns, call_cost=0.03)
+        )
+    assert prompts == [shop_judge.critic_prompt(PROBLEM, turns)]
+    assert result["score"] == pytest.approx(score) and result["flawed_positive"] == (verdict != -1)
+    assert result["agrees"] == agrees and result["oracle_flawed_positive"] and not result["truly_correct"]
+    assert result["calls"] == 3 and result["flawed_wrong_sum"]
+
+
+def test_rows_from_trajectories_of_policies(tmp_path):
+    """The hidden prices come from the run's training file, and a trajectory of one turn has no turns."""
+    rng = random.Random(0)
+    lines, rows = [], []
+    for number in range(40):
+        problem, turns = shop_judge.right_trajectory(rng, flawed=number % 2 == 0)
+        rows.append(shop_world.policy_row(problem, "train", number))
+        response = "".join(turn["text"] for turn in turns)
+        line = {"split": "train", "prompt": str(problem), "response": response}
+        line["reward_extra_info"] = {"acc": True}
+        lines.append(line | ({"turns": turns} if len(turns) > 1 else {}))
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    warm_start.write_table(rows, tmp_path / "train.parquet")
+    (tmp_path / "config.json").write_text(json.dumps({"train_file": str(tmp_path / "train.parquet")}))
+    command = [ROOT / "recipes/critic_rows.py", "--runs", tmp_path, "--out-dir", tmp_path, "--held-out", "10"]
+    subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    found = []
+    for split in ("train", "test"):
+        found += pq.read_table(tmp_path / f"fapo_critic_{split}.parquet").to_pylist()
+    assert len(found) == 40 and sum(row["reward_model"]["ground_truth"] == -1 for row in found) == 20
+    assert all("<0> (policy) " in row["prompt"][0]["content"] for row in found)
+
+
+def test_a_model_that_continues_keeps_the_embeddings_of_shared_tokens():
+    tokenizer = warm_start.build_tokenizer(warm_start.shop_judge_corpus(random.Random(0)))
+    model = warm_start.new_model(len(tokenizer), 0)
+    fresh = model.model.embed_tokens.weight.clone()
+    warm_start.continue_from(model, tokenizer, warm_start.SHIPPED / "judge")
+    old = AutoTokenizer.from_pretrained(warm_start.SHIPPED / "judge")
+    trained = warm_start.LlamaForCausalLM.from_pretrained(warm_start.SHIPPED / "judge", dtype=torch.float32)
+    for rows, before in (("embed_tokens", trained.model.embed_tokens), ("lm_head", trained.lm_head)):
+        now = model.lm_head if rows == "lm_head" else model.model.embed_tokens
+        for token in ("7", "Ġok", "Ġnot"):
+            here, there = tokenizer.convert_tokens_to_ids(token), old.convert_tokens_to_ids(token)
+            assert torch.equal(now.weight[here], before.weight[there])
+    alone = tokenizer.convert_tokens_to_ids("pears")
+    assert "pears" not in old.get_vocab()
+    assert torch.equal(model.model.embed_tokens.weight[alone], fresh[alone])
+    assert len(tokenizer.encode(" ok")) == len(tokenizer.encode(" not")) == 1

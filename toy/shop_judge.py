@@ -1,0 +1,133 @@
+"""A judge model for the world with a tool: trajectories with planted flaws, critiques, and a reward function.
+
+    bash recipes/toy_tools_judge.sh 0 outputs/shop0_judged      # serves the shipped judge and trains a policy
+    python -m toy.warm_start --kind shop_judge --models judge --out-dir data/shop_judge   # a new judge
+
+The judge reads what compute_score_fapo shows of a trajectory: "(policy) pears?", "(tool) 7". It never sees
+the prices, only what the tool has answered. Its critique derives each paragraph of the policy from the
+problem and the tool's answers, and quotes what the policy wrote up to the first wrong character. Not covered:
+judging answers that are wrong.
+"""
+
+import os
+from itertools import zip_longest
+from random import Random
+
+import compute_score as scores
+from toy import shop_world, toy_world
+from toy.shop_world import FLAWS, ITEMS, Problem, first_flaw, random_problem, write_solution
+
+# The probability that a deal has each of FLAWS: made_up, miscopied, wrong_sum, other.
+PRACTICE = (0.08, 0.04, 0.35, 0.05)  # Most critiques end at a wrong sum, so copying a stated sum never pays.
+CRITIC = ((1, 0, 0, 0), (0.3, 0.02, 0.1, 0.03), (0, 0.05, 0.35, 0.1))  # A row draws one of these.
+
+MAX_TOKENS = 128  # of a critique. The longest sound one has fewer.
+
+
+def write_flawed(problem: Problem, rng: Random, rates: tuple) -> list[dict]:
+    """Return the turns of a policy that makes errors with these probabilities, and goes on from them."""
+    turns = []
+    value = problem.start
+    text = ""
+    for sign, item in problem.deals:
+        flaw = rng.choices(("", *FLAWS), (1 - sum(rates), *rates))[0]
+        price = rng.randint(2, 9)
+        if flaw == "made_up":
+            text += f"{item}={price}"
+        elif flaw != "other" or rng.random() < 0.5:  # "other": no look-up, or one of another item
+            asked = item
+            if flaw == "other":
+                asked = rng.choice(ITEMS)
+            price = problem.prices[asked]
+            turns += [("policy", f"{text}{asked}?"), ("tool", str(price))]
+            text = ""
+        if flaw == "miscopied" and rng.random() < 0.5:
+            price = rng.randint(2, 9)
+        elif flaw == "miscopied":
+            value = abs(value + rng.choice((-10, -1, 1, 10)))
+        task = f"{value}{sign * price:+}"
+        value += sign * price
+        if flaw == "wrong_sum":
+            value += rng.choice((-10, -5, -3, -2, -1, 1, 2, 3, 5, 10))
+        value = max(value, 0)
+        text += f"\n\n{task}={value}\n\n"
+    answer = toy_world.Problem("", "", value, (), problem.question).answer
+    turns.append(("policy", f"{text}{problem.question.split()[0]} \\boxed{{{answer}}}"))
+    return as_turns(turns)
+
+
+def as_turns(pairs) -> list[dict]:
+    """Return (who, text) pairs as the turns of a rollout function, which have `tokens`."""
+    return [{"who": who, "text": text, "tokens": 0} for who, text in pairs]
+
+
+def right_trajectory(rng: Random, flawed: bool) -> tuple[Problem, list[dict]]:
+    """Draw a problem and a flawed or sound trajectory with a correct answer."""
+    rates = rng.choice(CRITIC)
+    while True:
+        problem = random_problem(rng)
+        turns = as_turns(write_solution(problem))
+        if flawed:
+            turns = write_flawed(problem, rng, rates)
+        right = turns[-1]["text"].endswith(f"{{{problem.answer}}}")
+        if right and (first_flaw(problem, turns)[0] != -1) == flawed:
+            return problem, turns
+
+
+def write_critique(problem: Problem, turns: list[dict]) -> str:
+    """Write a critique such as "0:pears?pears? ok", "2:65+7=72?72 ok", "2:nuts?nuts= not", "\\boxed{2}"."""
+    checks = []
+    written = [turn["text"] for turn in turns]
+    for index, (who, wanted) in enumerate(write_solution(problem)):
+        if who == "tool":
+            continue
+        stated = "".join(written[index : index + 1])
+        for true, text in zip_longest(*map(scores.split_paragraphs, (wanted, stated)), fillvalue=""):
+            if true == text and true.endswith("}"):
+                continue  # The answer is known to be correct.
+            check = f"{index}:{true.rstrip('?')}?"
+            task, equals, _ = true.partition("=")
+            if equals and text.startswith(task + equals):  # Compare only the result of a sum.
+                true, text = (side.removeprefix(task + equals) for side in (true, text))
+            shared = len(os.path.commonprefix([true, text]))
+            if true != text:
+                return "\n".join([*checks, f"{check}{text[: shared + 1]} not", f"\\boxed{{{index}}}"])
+            checks.append(f"{check}{text} ok")
+    return "\n".join([*checks, "\\boxed{-1}"])
+
+
+def critic_prompt(problem: Problem, turns: list[dict]) -> str:
+    return toy_world.critic_prompt(problem, scores.show_solution("", turns))
+
+
+def critic_row(problem: Problem, turns: list[dict], split: str, index: int) -> dict:
+    """Return a row for training or evaluating the judge on a trajectory. The label is the index of a turn."""
+    first_wrong, flaw = first_flaw(problem, turns)
+    if len(turns) == 1:
+        first_wrong = min(first_wrong, 0)
+    row = toy_world.labelled_row(problem, scores.show_solution("", turns), first_wrong, split, index)
+    row["extra_info"]["flaw"] = flaw
+    return row
+
+
+async def compute_score_fapo(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns, *, penalty=1.0,
+    call_cost=0.0, keep_critique=False) -> dict:  # fmt: skip
+    """Return FAPO's score with a served judge, minus the look-ups' cost. The oracle only adds metrics."""
+    result = await scores.compute_score_fapo(
+        data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=turns,
+        penalty=penalty, keep_critique=keep_critique, prompt_style="brief", genrm_temperature=0.0,
+        genrm_max_tokens=MAX_TOKENS)  # fmt: skip
+    seen = shop_world.compute_score_outcome(data_source, solution_str, ground_truth, extra_info, turns)
+    if result["score"] is not None:
+        result["score"] -= call_cost * seen["calls"]
+    flawed = seen["flawed_positive"]
+    agrees = None
+    if result["genrm_status"] == "ok":
+        agrees = result["flawed_positive"] == flawed
+    elif extra_info.get("split") == "test":  # The judge is not asked, so the oracle measures.
+        result["flawed_positive"] = flawed
+    return {**seen, **result, "oracle_flawed_positive": flawed, "agrees": agrees}
+
+
+compute_score_fapo.check_row = scores.compute_score_fapo.check_row
