@@ -18,6 +18,7 @@ paragraphs (or turns).
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -147,9 +148,8 @@ def progress(groups):
     unscored_P_G = steps_P_G_S.isnan().all(2)
     outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
     after_P_G_S = steps_P_G_S.clone()
-    for step in range(1, after_P_G_S.shape[2]):
-        is_missing_P_G = after_P_G_S[..., step].isnan()
-        after_P_G_S[..., step] = torch.where(is_missing_P_G, after_P_G_S[..., step - 1], after_P_G_S[..., step])
+    for before_P_G, after_P_G in pairwise(after_P_G_S.unbind(2)):  # These are views.
+        after_P_G[:] = torch.where(after_P_G.isnan(), before_P_G, after_P_G)
     last_P_G_1 = after_P_G_S[..., -1:]
     start_P_G_1 = last_P_G_1.nanmean(1, keepdim=True).expand_as(last_P_G_1)
     before_P_G_S = torch.cat([start_P_G_1, after_P_G_S[..., :-1]], 2)

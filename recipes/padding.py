@@ -2,11 +2,11 @@
 
     python recipes/padding.py docs/evidence/padding.csv
 
-A solution has three needed steps, any number of trivial but sound steps, and an answer. The policy only learns
-the probability of adding another trivial step, which never changes whether the answer is correct. A needed
-step is sound with a probability of 0.9. Step scores are 1 for each sound step ("own"), or 1 before the first
-error and 0 from there on ("so far"). Not covered: trivial steps that help, step scores that a model has given,
-and policies that know whether their solution is sound.
+A solution has three needed steps, any number of trivial but sound steps, and an answer. The policy only
+learns the probability of adding another trivial step, which never changes whether the answer is correct. A
+needed step is sound with a probability of 0.9. Step scores are 1 for each sound step ("own"), or 1 before the
+first error and 0 from there on ("so far"). Not covered: trivial steps that help, step scores of a model, and
+policies that know whether their solution is sound.
 """
 
 import csv

@@ -119,7 +119,7 @@ def test_progress_is_the_last_score_minus_the_one_before():
 
 @pytest.mark.parametrize("cost", [0.003, 0.1])
 def test_a_floor_keeps_a_small_term_small(cost):
-    """GRPO gives a cost of any size the same advantages. The floor does not change groups of other answers."""
+    """GRPO gives a cost of any size the same advantages. The floor changes no group of mixed answers."""
     cheap, dear = RIGHT, RIGHT | {"score": 1.0 - cost}
     assert advantages(group_of(cheap, dear)) == pytest.approx([HALF, -HALF], rel=1e-3)
     assert advantages(group_of(cheap, dear), **worked("floored")) == pytest.approx([cost, -cost])
