@@ -1,4 +1,4 @@
-"""The judge of the world with a tool: what it reads and writes, and the score that it decides."""
+"""The judge of the world with a tool: what it reads and writes, and the scores that it and a rule decide."""
 
 import asyncio
 import json
@@ -81,6 +81,30 @@ def test_the_served_judge_decides_the_score_and_the_oracle_measures(verdict, sco
     assert result["score"] == pytest.approx(score) and result["flawed_positive"] == (verdict != -1)
     assert result["agrees"] == agrees and result["oracle_flawed_positive"] and not result["truly_correct"]
     assert result["calls"] == 3 and result["flawed_wrong_sum"]
+
+
+STATED = shop_world.write_solution(PROBLEM, looks_up=False)
+FORGED = [("policy", "".join(text for _, text in shop_world.write_solution(PROBLEM)))]
+
+
+@pytest.mark.parametrize(
+    "turns, score",
+    [
+        (changed("", ""), 0.91),
+        (changed("50+7=57", "50+7=59"), 0.91),  # The rule does not add.
+        (changed("50+7=57", "50+8=58"), -0.09),
+        (changed("yes", "no"), -1.09),
+        (shop_judge.as_turns(STATED), 0.0),
+        (shop_judge.as_turns(FORGED), 0.0),
+        (changed("", "")[2:], -0.06),  # The first price was not looked up.
+    ],
+)
+def test_the_rule_without_a_judge_compares_operands_with_the_tools_answers(turns, score):
+    info = {"question": str(PROBLEM), "prices": PRICES}
+    solution = "".join(turn["text"] for turn in turns)
+    function = shop_world.compute_score_grounded_rule
+    result = function("shop", solution, "yes", info, turns, call_cost=0.03)
+    assert result["score"] == pytest.approx(score)
 
 
 def test_rows_from_trajectories_of_policies(tmp_path):

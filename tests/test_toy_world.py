@@ -458,7 +458,10 @@ def test_sound_share_of_a_model_that_knows_nothing(tokenizer):
     assert share == pytest.approx(len(tokenizer) ** -2.0)  # the digit and the end token
 
 
-@pytest.mark.parametrize("name", ["policy", "judge", "own0", "own1", "own2", "shop0", "shop1", "shop2"])
+SHIPPED = ["policy", "judge", "own0", "own1", "own2", "shop0", "shop1", "shop2", "shop_judge"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_words_of_the_world_have_the_token_ids_that_the_models_were_trained_on(name):
     """The vocabulary contains two words in shortened form, as in the original texts of the warm start."""
     tokenizer = AutoTokenizer.from_pretrained(toy_world.SHIPPED / name)

@@ -122,9 +122,10 @@ async def compute_score_fapo(
     if result["score"] is not None:
         result["score"] -= call_cost * seen["calls"]
     flawed = seen["flawed_positive"]
-    agrees = None
+    agrees = None  # whether the judge names the same turn as the oracle
     if result["genrm_status"] == "ok":
-        agrees = result["flawed_positive"] == flawed
+        first_wrong = seen["first_wrong"] if len(turns) > 1 else min(seen["first_wrong"], 0)
+        agrees = result["first_wrong"] == first_wrong
     elif extra_info.get("split") == "test":  # The judge is not asked, so the oracle measures.
         result["flawed_positive"] = flawed
     return {**seen, **result, "oracle_flawed_positive": flawed, "agrees": agrees}

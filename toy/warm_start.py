@@ -40,8 +40,8 @@ class Config:
     # solutions. shop: the world with a tool. shop_judge: the judge of the world with a tool, which starts as
     # the shipped judge of the first world.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop", "shop_judge"] = "standard"
-    # Models to train. The policy takes about 2 minutes and the judge about 4. --models without a name writes
-    # only the rows.
+    # Models to train. The policy takes about 2 minutes (5 with --kind shop) and the judge about 4 (6 with
+    # --kind shop_judge). --models without a name writes only the rows.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
     # With --kind own_flaws or shop: stop training the policy when this fraction of its solutions is sound.
     stop_at: float = 0.25
