@@ -37,6 +37,7 @@ from matplotlib.figure import Figure
 from compute_score import split_paragraphs
 from run_folder import read_lines
 from toy.report import COLUMNS, cell, read_metrics, table
+from toy.shop_world import FLAWS as SHOP_FLAWS
 from toy.toy_world import parse_problem, write_solution
 
 FOLDER = DOCS / "evidence"
@@ -160,17 +161,28 @@ CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
 TOOL_NAMES = {
     "outcome": "outcome reward only",
     "outcome_dr_grpo": "outcome reward only, `--advantage dr_grpo`",
+    "outcome_floor": "outcome reward only, floor under the std",
+    "grounded_rule": "rule: operands must be the tool's answers",
+    "fapo_judge": "FAPO, judge trained and served",
     "fapo": "FAPO",
     "prefix": "FAPO, good prefix spared",
     "vppo": "VPPO, FAPO's score",
 }
 COSTS = {"_cost0": "0", "_cost0.01": "0.01", "": "0.03", "_cost0.1": "0.1"}  # end of the name -> cost
+NORMALISED = {  # the outcome reward minus the cost, with other normalisations
+    "outcome": "GRPO: divided by the std",
+    "outcome_floor": "`floored`: divided by max(std, 0.5)",
+    "outcome_dr_grpo": "Dr. GRPO: not divided",
+    "outcome_dr_grpo_fast": "Dr. GRPO, four times the learning rate",
+}
 ADVANTAGE = "--advantage recipes/advantages.py:"
 SPARED = ADVANTAGE + "spare_good_prefix"
 VPPO = ADVANTAGE + "vppo --advantage-kwargs '{\"prefix_cut\": 0}'"
 FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.sh
     "outcome": "--reward-fn toy/shop_world.py:compute_score_outcome",
     "outcome_dr_grpo": "--reward-fn toy/shop_world.py:compute_score_outcome --advantage dr_grpo",
+    "outcome_floor": "--reward-fn toy/shop_world.py:compute_score_outcome " + ADVANTAGE + "floored",
+    "grounded_rule": "--reward-fn toy/shop_world.py:compute_score_grounded_rule",
     "fapo": "",
     "prefix": SPARED,
     "vppo": VPPO,
@@ -184,7 +196,7 @@ SECOND_WORLD = {  # flags of each algorithm, in addition to those in recipes/sec
     "steps_oracle": "--reward-fn toy/toy_world.py:compute_score_steps_oracle " + ADVANTAGE + "steps",
 }
 # Algorithms that query no judge (their names start like this), and those that query it on wrong answers too.
-UNJUDGED = ("rule", "distill", "outcome")
+UNJUDGED = ("rule", "distill", "outcome", "grounded_rule")
 LOCATED = ("prefix", "prefix_oracle", "prefix_long", "vppo", "vppo_oracle", "vppo_long", "steps_oracle",
            "place_oracle")  # fmt: skip
 UNASKED = {"later": 20, "later2": 20}  # number of initial steps without a judge, because lambda is 0
@@ -247,6 +259,8 @@ def collect(folder: Path) -> list[dict]:
         run["curves"] = {key: curve for key, curve in curves.items() if curve}
         if algorithm in CLASSIFIED or world in OWN and algorithm not in OWN_JUDGES:
             run |= count_flaws(path.parent, since=run["steps"] - LAST + 1)
+        if world in SHOP and algorithm == "fapo_judge":
+            run["verdicts"] = count_verdicts(path.parent)
         if algorithm in CLASSIFIED:
             spread = [line["reward/groups_with_spread"] for line in metrics[1:]]
             steps = range(1, run["steps"] + 1)
@@ -314,6 +328,20 @@ def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
             flaws[kind] += 1
             overlooked[kind] += is_passed
     return {"flaws": dict(flaws), "passed": passed, "overlooked": dict(overlooked)}
+
+
+def count_verdicts(folder: Path) -> dict[str, list[int]]:
+    """Return {flaw or "sound": [called flawed, first error located, all]} for the training samples judged."""
+    counts = {kind: [0, 0, 0] for kind in ("sound", *SHOP_FLAWS)}
+    for line in training_samples(folder):
+        info = line["reward_extra_info"]
+        if info["agrees"] is not None:
+            kinds = [kind for kind in SHOP_FLAWS if info[f"flawed_{kind}"]]
+            one = counts[(*kinds, "sound")[0]]
+            one[0] += info["flawed_positive"]
+            one[1] += info["agrees"]
+            one[2] += 1
+    return counts
 
 
 def count_accepted(folder: Path, steps: range) -> dict[str, list[int]]:
@@ -441,6 +469,15 @@ def num_runs_at_all(runs: list[dict], when: str) -> str:
     return str(len(runs))
 
 
+def earned(runs: list[dict], when: str) -> str:
+    """Return the outcome reward minus the cost of the look-ups, whatever the run's own reward."""
+    found = []
+    for run in runs:
+        cost = float(run["algorithm"].partition("_cost")[2] or 0.03)
+        found.append(2 * run[when]["shop/mean@1"] - 1 - cost * run[when]["shop/calls/mean@1"])
+    return cell(found)
+
+
 def median_calls(runs: list[dict], when: str) -> str:
     return f"{median(map(calls, runs)):.0f}"
 
@@ -455,6 +492,16 @@ def flaws_of(runs: list[dict]) -> Counter:
 
 def share_of_flaws(kind: str):
     return lambda runs, when: f"{flaws_of(runs)[kind] / flaws_of(runs).total():.2f}"
+
+
+def judged(kind: str, place: int):
+    """Return a column: how many trajectories with this flaw the judge called flawed (0) or located (1)."""
+
+    def show(runs, when):
+        counts = [run["verdicts"][kind] for run in runs]
+        return f"{sum(one[place] for one in counts)} of {sum(one[2] for one in counts)}"
+
+    return show
 
 
 def accepted(verdict: str):
@@ -521,6 +568,13 @@ TOOL_COLUMNS = {
     "calls per problem": "shop/calls",
     "runs": num_runs_at_all,
 }
+WORTH = {"outcome reward minus cost": earned}
+EARNED = WORTH | {
+    "accuracy": "shop",
+    "fully correct": "shop/truly_correct",
+    "calls per problem": "shop/calls",
+    "runs": num_runs_at_all,
+}
 TOOL_KINDS = {
     "made-up price": "shop/flawed_made_up",
     "wrong sum": "shop/flawed_wrong_sum",
@@ -528,6 +582,12 @@ TOOL_KINDS = {
     "other flaw": "shop/flawed_other",
     "runs": num_runs_at_all,
 }
+OF_SHOP_JUDGE = {"sound, called sound": judged("sound", 1)}
+for title, key in TOOL_KINDS.items():
+    if isinstance(key, str):
+        OF_SHOP_JUDGE[f"{title}, found"] = judged(key.removeprefix("shop/flawed_"), 0)
+        OF_SHOP_JUDGE[f"{title}, located"] = judged(key.removeprefix("shop/flawed_"), 1)
+OF_SHOP_JUDGE["runs"] = num_runs
 CALLED = {
     "fully correct": accepted("truly correct"),
     "flawed positive": accepted("flawed positive"),
@@ -559,7 +619,7 @@ def each(titles: dict[str, str], worlds, first="", lead=(), optional=False) -> l
     """
     rows = []
     if first:
-        rows.append(Row([*lead, "initial policy"], first, worlds, when="before"))
+        rows.append(Row([*lead, "initial policy"], first, worlds, when="before", optional=optional))
     for name, title in titles.items():
         rows.append(Row([*lead, title], name, worlds, optional=optional))
     return rows
@@ -595,6 +655,16 @@ def classified_rows() -> list[Row]:
 def cost_rows() -> list[Row]:
     return [Row([cost, TOOL_NAMES[name]], name + end, SHOP)
             for name in ("outcome", "fapo") for end, cost in COSTS.items()]  # fmt: skip
+
+
+def normalised_rows() -> list[Row]:
+    """Return rows for checkpoint 0 of the world with a tool. Each cost begins with the initial policy."""
+    rows = []
+    for end, cost in {"_cost0.003": "0.003", **COSTS}.items():
+        if cost not in ("0", "0.1"):
+            titles = {name + end: title for name, title in NORMALISED.items()}
+            rows += each(titles, SHOP[:1], first="outcome" + end, lead=[cost], optional=True)
+    return rows
 
 
 def start_rows() -> list[Row]:
@@ -641,7 +711,7 @@ def cell_of(column, row: Row, some: list[dict], runs: list[dict]) -> str:
         return ""
     if isinstance(column, str):
         return cell([run[row.when][f"{column}/{row.way}"] for run in some])
-    if row.when == "before" and column is not num_runs_at_all:
+    if row.when == "before" and column not in (num_runs_at_all, earned):
         return ""
     return column(some, row.when)
 
@@ -666,7 +736,8 @@ PAGE_TABLES = {
         ["flawed positives are"], MAIN | FORBIDDEN, each(FORBIDDING, ("again_weak",), first="rule")
     ),
     "overlooking": Table([HELD_OUT], MAIN, each(OVERLOOKING_SHORT, OWN[1:2], first="rule")),
-    "tools": Table([HELD_OUT], TOOL_COLUMNS, each(OUTCOME_AND_FAPO, SHOP, first="outcome")),
+    "tools": Table([HELD_OUT], TOOL_COLUMNS | WORTH, each(OUTCOME_AND_FAPO, SHOP, first="outcome")),
+    "normalisations": Table(["cost per call", "advantage"], EARNED, normalised_rows()),
     "classifier": Table(["method"], TOY, each(BESIDE, COMPARED[:1], first="rule")),
     "called sound": Table(["method and steps"], CALLED, classified_rows()),
 }
@@ -698,9 +769,17 @@ CSV_TABLES = {
          for row in each(TOOL_NAMES, (world,), first="outcome", lead=[world[-1]], optional=True)],
     ),
     "shop_flaws": Table(
-        ["fraction of the 512 problems"], TOOL_KINDS, each(TOOL_NAMES, SHOP, first="outcome")
+        ["fraction of the 512 problems"], TOOL_KINDS,
+        each(TOOL_NAMES, SHOP, first="outcome", optional=True),
     ),
-    "shop_costs": Table(["cost per call", HELD_OUT], TOOL_COLUMNS, cost_rows(), same_seeds=True),
+    "shop_judge": Table(
+        ["checkpoint"], OF_SHOP_JUDGE,
+        [Row([world[-1]], "fapo_judge", (world,), optional=True) for world in SHOP],
+    ),
+    "shop_costs": Table(
+        ["cost per call", HELD_OUT], TOOL_COLUMNS | WORTH, cost_rows(),
+        same_seeds=True,
+    ),
 }  # fmt: skip
 RANKINGS = {  # worlds, flags and titles of the algorithms, and the metrics to show
     "tool world": (SHOP, FLAGS, TOOL_NAMES, "shop/truly_correct", "shop/flawed_positive_rate"),

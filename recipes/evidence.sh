@@ -7,7 +7,8 @@
 # Second world: compares the algorithms from three checkpoints without planted flaws. It also varies the judge's
 # task, the penalty, the learning rate, the KL term and the number of steps, distils from a teacher, simulates
 # judges that overlook flaws, and trains and serves two judges.
-# Third world (tools): compares the outcome reward and FAPO at four costs per call, and tries other advantages.
+# Third world (tools): compares the outcome reward and FAPO at four costs per call, tries other advantages and a rule
+# instead of a judge, separates the cost from GRPO's normalisation, and trains and serves a judge.
 # Public task (public): compares both rewards in reasoning-gym's gcd, from three initial policies.
 #
 # WORLDS="first second tools public" selects the worlds. If you stop the script and start it again, it does not repeat
@@ -261,9 +262,37 @@ other_costs() {  # other_costs SEED CHECKPOINT: compares the outcome reward and 
 }
 other_algorithms() {  # other_algorithms SEED CHECKPOINT: tries other advantages
   shop "$2" outcome_dr_grpo "$1" 0.03 "${OUTCOME[@]}" --advantage dr_grpo
+  shop "$2" outcome_floor "$1" 0.03 "${OUTCOME[@]}" "${FLOOR[@]}"
+  shop "$2" grounded_rule "$1" 0.03 --reward-fn toy/shop_world.py:compute_score_grounded_rule
   shop "$2" prefix "$1" 0.03 "${SPARED[@]}"
   shop "$2" vppo "$1" 0.03 "${VPPO[@]}"
 }
+normalisations() {  # normalisations SEED: from checkpoint 0, separates small costs from GRPO's division by the std
+  local cost
+  for cost in 0.003 0.01; do
+    shop 0 "outcome_cost$cost" "$1" $cost "${OUTCOME[@]}"
+    shop 0 "outcome_floor_cost$cost" "$1" $cost "${OUTCOME[@]}" "${FLOOR[@]}"
+    shop 0 "outcome_dr_grpo_cost$cost" "$1" $cost "${OUTCOME[@]}" --advantage dr_grpo
+    shop 0 "outcome_dr_grpo_fast_cost$cost" "$1" $cost "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
+  done
+}
+shop_judged() {  # shop_judged: trains and serves the judge of this world, and runs FAPO with it
+  local seed start
+  world shop_judge shop_judge 0 judge
+  all_done
+  if ! { unfinished shop0 fapo_judge || unfinished shop1 fapo_judge || unfinished shop2 fapo_judge; }; then return 0; fi
+  serve_judge "$OUT/shop_judge/judge" "$OUT/shop_judge/genrm_logs"
+  LANES=$((LANES + 1))  # one more for the server
+  for seed in $SEEDS; do
+    for start in 0 1 2; do
+      shop $start fapo_judge "$seed" 0.03 --reward-fn toy/shop_judge.py:compute_score_fapo \
+        --router-address "127.0.0.1:$PORT"
+    done
+  done
+  end_judge
+  LANES=$((LANES - 1))
+}
+FLOOR=(--advantage recipes/advantages.py:floored)
 tool_world() {  # The most informative runs come first, in case the script is stopped.
   local seed start
   for start in 0 1 2; do  # The repository contains these policies, so only the rows are missing.
@@ -279,8 +308,10 @@ tool_world() {  # The most informative runs come first, in case the script is st
   for seed in $SEEDS; do
     for start in 0 1 2; do other_algorithms "$seed" $start; done
     for start in 0 1 2; do other_costs "$seed" $start; done
+    normalisations "$seed"
   done
   all_done
+  shop_judged
 }
 
 public_task() {
