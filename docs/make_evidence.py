@@ -619,7 +619,7 @@ def each(titles: dict[str, str], worlds, first="", lead=(), optional=False) -> l
     """
     rows = []
     if first:
-        rows.append(Row([*lead, "initial policy"], first, worlds, when="before", optional=optional))
+        rows.append(Row([*lead, "initial policy"], first, worlds, when="before"))
     for name, title in titles.items():
         rows.append(Row([*lead, title], name, worlds, optional=optional))
     return rows
@@ -664,6 +664,8 @@ def normalised_rows() -> list[Row]:
         if cost not in ("0", "0.1"):
             titles = {name + end: title for name, title in NORMALISED.items()}
             rows += each(titles, SHOP[:1], first="outcome" + end, lead=[cost], optional=True)
+    for row in rows:
+        row.optional = True
     return rows
 
 

@@ -68,18 +68,6 @@ train_own() {  # train_own .../own[012] SEED OUT_DIR [FLAGS]: FAPO from a checkp
     --total-steps 40 --val-every 0 --save-every 0 "${ORACLE[@]}" "${@:4}"
 }
 
-prepare_shop() {  # prepare_shop NUMBER: writes the rows of data/shopNUMBER, and trains a policy unless it is shipped
-  WORLD=data/shop$1
-  START=()
-  if [[ $1 == [012] ]]; then
-    [ -f "$WORLD/shop_train.parquet" ] || python -m toy.warm_start --kind shop --seed "$1" --models --out-dir "$WORLD"
-  else
-    START=(--model "$WORLD/policy")
-    [ -f "$WORLD/policy/model.safetensors" ] ||
-      python -m toy.warm_start --kind shop --seed "$1" --models policy --out-dir "$WORLD"
-  fi
-}
-
 train_shop() {  # train_shop .../shop[012] SEED OUT_DIR [FLAGS]: FAPO in the world with a tool
   python grpo_trainer.py --model "toy/models/${1##*/}" --out-dir "$3" --seed "$2" --device cpu \
     --train-file "$1/shop_train.parquet" --val-file "$1/shop_test.parquet" \

@@ -11,5 +11,14 @@ source "$(dirname "$0")/toy_runs.sh"
   echo "usage: bash recipes/toy_tools.sh CHECKPOINT OUT_DIR [TRAINER FLAGS]; CHECKPOINT is 0, 1, 2 or another seed" >&2
   exit 2
 }
-prepare_shop "$1"
+WORLD=data/shop$1
+START=()
+if [[ $1 == [012] ]]; then
+  [ -f "$WORLD/shop_train.parquet" ] ||
+    python -m toy.warm_start --kind shop --seed "$1" --models --out-dir "$WORLD"  # only the rows, not the models
+else
+  START=(--model "$WORLD/policy")
+  [ -f "$WORLD/policy/model.safetensors" ] ||
+    python -m toy.warm_start --kind shop --seed "$1" --models policy --out-dir "$WORLD"
+fi
 train_shop "$WORLD" 0 "$2" "${START[@]}" "${@:3}"

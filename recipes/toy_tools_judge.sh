@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
 # Trains in the world with a tool with a judge model instead of the oracle: serves the shipped judge with vLLM, and
-# trains the policy with FAPO. The oracle only measures. The arguments are those of toy_tools.sh.
+# trains the policy with FAPO. The oracle only measures. The arguments are those of toy_tools.sh:
 #   bash recipes/toy_tools_judge.sh 0 outputs/shop0_judged
-# To train a judge of your own first (six minutes on a core with AVX-512):
-#   python -m toy.warm_start --kind shop_judge --models judge --out-dir data/shop_judge
+# Another judge; if the folder is missing, a judge is trained first (six minutes on a core with AVX-512):
 #   MODEL=data/shop_judge/judge bash recipes/toy_tools_judge.sh 0 outputs/shop0_judged
 source "$(dirname "$0")/toy_runs.sh"
 [[ ${1:-} =~ ^(0|[1-9][0-9]*)$ && -n ${2:-} ]] || {
   echo "usage: bash recipes/toy_tools_judge.sh CHECKPOINT OUT_DIR [TRAINER FLAGS]; see toy_tools.sh" >&2
   exit 2
 }
-prepare_shop "$1"
-stage "Serving the judge"
-serve_judge "${MODEL:-toy/models/shop_judge}" "$2/genrm_logs"
-stage "Training the policy"
-train_shop "$WORLD" 0 "$2" "${START[@]}" --reward-fn toy/shop_judge.py:compute_score_fapo \
+MODEL=${MODEL:-toy/models/shop_judge}
+[ -f "$MODEL/config.json" ] ||
+  python -m toy.warm_start --kind shop_judge --models judge --out-dir "${MODEL%/*}"
+serve_judge "$MODEL" "$2/genrm_logs"
+bash recipes/toy_tools.sh "$1" "$2" --reward-fn toy/shop_judge.py:compute_score_fapo \
   --router-address "127.0.0.1:$PORT" "${@:3}"

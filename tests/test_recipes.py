@@ -105,7 +105,8 @@ def parse(script, arguments):
 def test_recipe_parses(path):
     found = list(commands(path.read_text()))
     both = path.stem.startswith(("fapo", "baseline", "toy"))  # with and without an external judge
-    both = both and path.stem != "toy_tools"  # it calls the trainer through a function of toy_runs.sh
+    # These call the trainer through a function of toy_runs.sh.
+    both = both and path.stem not in ("toy_tools", "toy_tools_judge")
     assert len(found) >= 1 + both - (path.stem in ONE_GPU)
     for script, arguments in found:
         config = parse(script, arguments)
