@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import time
 
 import pytest
 
@@ -33,17 +34,44 @@ def no_ray_is_left():
     assert not (ray and ray.is_initialized()), "a test of this file left its Ray behind"
 
 
+@pytest.fixture(scope="session")
+def cluster():
+    """Return the address of a Ray cluster that one file after another joins: a start takes seconds."""
+    from ray._private import services
+    from ray.cluster_utils import Cluster
+
+    get_node = services.get_node
+
+    def wait_for_node(*arguments):
+        """Wait five minutes for a node: Ray's 30 s are too short on a busy machine."""
+        end = time.monotonic() + 300
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    settings = dict(num_cpus=2, object_store_memory=10**9, include_dashboard=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", wait_for_node)
+        cluster = Cluster(initialize_head=True, head_node_args=settings)
+    yield cluster.address
+    cluster.shutdown()
+
+
 @pytest.fixture(scope="module")
-def one_ray():
-    """Share one Ray cluster among all runs of a file, including those in other processes."""
+def one_ray(cluster):
+    """Let the runs of a file join one Ray cluster, also those in other processes."""
     import ray
 
     import reward_loop
 
-    reward_loop.connect_ray()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        yield
+        patch.setenv("RAY_ADDRESS", cluster)
+        reward_loop.connect_ray()
+        yield ray
     ray.shutdown()
 
 

@@ -16,9 +16,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import ray
 
 import compute_score
+import forked
 import grpo_trainer
+import reward_loop
 from played import lines_of, rows, says, server, stand_in_for_vllm, toy_config
 from reward_loop import RewardOptions
 from run import Run
@@ -78,8 +81,7 @@ def test_a_change_does_what_it_says(diff, copy):
     """Run the test that the diff contains."""
     (test,) = re.findall(r"^\+\+\+ b/(tests/.*)", diff.read_text(), re.M)
     apply(diff, copy)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=900)
+    done = forked.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", test], copy, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
@@ -121,8 +123,7 @@ SMALL = ["--total-steps", "1", "--train-batch-size", "4", "--mini-batch-size", "
 
 
 def run_recipe(name, *arguments, folder, **env):
-    here = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"} | env
+    env = os.environ | {"PATH": forked.on_path(folder.parent / "bin"), "HF_HUB_OFFLINE": "1"} | env
     done = subprocess.run(["bash", f"recipes/{name}.sh", *arguments], cwd=folder, env=env,
                           capture_output=True, text=True, timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -163,14 +164,21 @@ def test_the_judge_and_a_classifier_together():
 
 
 @pytest.mark.slow
-def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path):
-    """Run the toy recipe's three runs with a stand-in for vLLM.
+def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path, cluster, monkeypatch):
+    """Run the toy recipe's three runs with a stand-in for vLLM, in one Ray whose servers find it.
 
     Then vLLM serves the classifier to the GSM8K recipe.
     """
     val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # instead of the world's 1,024
     played = stand_in_for_vllm(tmp_path / "stand_in")
-    run_recipe("toy_disrm", *SMALL, *val, folder=copy, CLASSIFIER_STEPS="3", PYTHONPATH=played)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", played)
+        reward_loop.connect_ray()
+        env = dict(CLASSIFIER_STEPS="3", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+        try:
+            run_recipe("toy_disrm", *SMALL, *val, folder=copy, **env)
+        finally:
+            ray.shutdown()
     folder = copy / "outputs/disrm/seed0"
 
     def scores_of(run):
@@ -189,7 +197,7 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path)
     short = [*SMALL, "--max-response-length", "16", "--overlong-buffer", "0", "--max-prompt-length", "300",
              "--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]  # fmt: skip
     run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder.parent / "classifier"), out, *short,
-               folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
+               folder=copy, SOURCE_DIR=str(ROOT / "tests/data"), RAY_ADDRESS=cluster)  # fmt: skip
     assert "reward/acc" in lines_of(out)[-1]  # the outcome rule adds metrics
     assert len(scores_of(out)) > 4
 

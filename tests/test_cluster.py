@@ -18,6 +18,7 @@ import psutil
 import pytest
 from transformers import Qwen2Config
 
+import forked
 from hosts import address_of, played_hosts
 from test_reward_loop import free_port
 from tiny import write_model
@@ -250,7 +251,7 @@ for number, (name, nodes, more) in enumerate({[(name, nodes, more) for name, _, 
 ray.shutdown()
 cluster.shutdown()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
+    ended = forked.run(["-c", script], timeout=900)
     assert ended.returncode == 0, ended.stderr[-3000:]
     print(ended.stdout)
     said = ended.stdout.split("RECIPE")[1:]

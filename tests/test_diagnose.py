@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 import grpo_trainer
 from played import advantages_of, sample_of
 from policy import Sample
@@ -463,8 +464,8 @@ def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
         --sync-processes 1 --lr 1e-4"""
 
     def train(name, script, *more):
-        command = [sys.executable, *script, *flags.split(), "--out-dir", str(tmp_path / name), *more]
-        return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=300)
+        command = [*script, *flags.split(), "--out-dir", str(tmp_path / name), *more]
+        return forked.run(command, timeout=300)
 
     ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
     assert ran.returncode == 1, ran.stderr

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import requests
+import forked
 from test_reward_loop import free_port, until
 
 from toy import toy_world, warm_start
@@ -33,7 +34,7 @@ def answers(port):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(tmp_path_factory, one_ray):
     """Yield a folder with a policy, its problems and a judge, and the address of this judge while it is
     served.
     """
@@ -76,10 +77,10 @@ def train(world, name, **flags):
         router_address=address, reward_kwargs=json.dumps(judge), train_batch_size=8, mini_batch_size=4,
         group_size=8, max_response_length=12, overlong_buffer=0, lr=1e-4, num_threads=1, samples_per_step=64,
         num_reward_workers=1) | flags  # fmt: skip
-    command = [sys.executable, "grpo_trainer.py"]
+    command = ["grpo_trainer.py"]
     for flag, value in flags.items():
         command += ["--" + flag.replace("_", "-"), str(value)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    run = forked.run(command, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     return [
         [json.loads(line) for line in (folder / name / f"{file}.jsonl").read_text().splitlines()]

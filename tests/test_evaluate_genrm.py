@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-import os
+import subprocess
 import signal
 import sys
 from dataclasses import replace
@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
+import forked
 from played import server
 from test_compute_score import Judge, completion
 
@@ -391,21 +391,19 @@ def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 def test_command_line(bench, tmp_path):
-    joins = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-
-    async def call(*arguments):
-        pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, "-m", "tools.evaluate_genrm", *arguments]
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=pipe, stderr=pipe, env=joins, cwd=REPO
-        )
-        out, err = await asyncio.wait_for(process.communicate(), 120)
-        return process.returncode, out.decode(), err.decode()
+    async def call(*arguments, real=False):
+        command, options = ["-m", "tools.evaluate_genrm", *arguments], dict(timeout=240)
+        start = forked.run
+        if real:
+            start, command = subprocess.run, [sys.executable, *command]
+            options |= dict(cwd=REPO, capture_output=True, text=True)
+        done = await asyncio.to_thread(start, command, **options)
+        return done.returncode, done.stdout, done.stderr
 
     async def main():
         arguments = ["--data", str(bench), "--out", str(tmp_path / "c.parquet"), "--n", "1"]
         async with Judge(answer).running() as judge:
-            code, out, err = await call(*arguments, "--router-address", judge.address)
+            code, out, err = await call(*arguments, "--router-address", judge.address, real=True)
         assert (code, "FlawedPositiveBench" in out) == (0, True), err
         # every time, such as a long prompt
         refused = Judge(lambda request: 400 if problem_of(request) == 3 else answer(request))

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -27,6 +28,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import algorithm
+import forked
 import grpo_trainer
 import reward_loop
 import run_folder
@@ -174,13 +176,11 @@ def compute_score_baseline(data_source, solution_str, ground_truth, extra_info, 
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory, tokenizer):
+def workshop(tmp_path_factory, tokenizer, one_ray):
     """Yield a folder with a tiny model, training data and reward functions.
 
     Ray runs for all tests of this file.
     """
-    import ray
-
     folder = tmp_path_factory.mktemp("workshop")
     tiny = warm_start.new_model(len(tokenizer), seed=0)
     tiny.save_pretrained(folder / "model")
@@ -193,11 +193,9 @@ def workshop(tmp_path_factory, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[:6]), folder / "val.parquet")
     (folder / "reward.py").write_text(REWARD)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_folder.Log, "plot", lambda self: None)  # takes half a second
         yield folder
-    ray.shutdown()
 
 
 DRAWS_CURVES = run_folder.Log.plot
@@ -900,8 +898,8 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
 # ---- runs that are interrupted
 
 
-def start_run(config, *script):
-    """Start the run in a separate process, through the command line."""
+def arguments_of(config):
+    """Return the command line for these settings."""
     arguments = []
     for name, value in dataclasses.asdict(config).items():
         if value is not None and value is not False and value != ():
@@ -911,9 +909,13 @@ def start_run(config, *script):
                 if value is True
                 else [str(part) for part in (value if isinstance(value, tuple) else [value])]
             )
-    log = open(f"{config.out_dir}.log", "a")
-    command = [sys.executable, *(script or ("grpo_trainer.py",)), *arguments]
-    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    return arguments
+
+
+def start_run(config, *script):
+    """Start the run in a separate process, through the command line."""
+    with open(f"{config.out_dir}.log", "a") as log:
+        return forked.Script([*(script or ("grpo_trainer.py",)), *arguments_of(config)], log)
 
 
 def wait_for_step(config, process, step):
@@ -969,7 +971,10 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
     config = run_config(workshop, f"stopped_{name}", total_steps=500, resume="auto", max_response_length=48)
-    process = start_run(config)
+    with open(f"{config.out_dir}.log", "a") as log:  # a start that shares nothing with these tests
+        command = [sys.executable, "grpo_trainer.py", *arguments_of(config)]
+        options = dict(env=os.environ | {"RAY_ADDRESS": "local"}, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, **options)
     wait_for_step(config, process, 2)
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
@@ -1054,7 +1059,7 @@ policy.Policy.update = update_and_fill_the_disk
 config = grpo_trainer.{config!r}
 grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = forked.run(["-c", code], timeout=120)
     last = run.stderr.strip().splitlines()[-1]
     assert (
         run.returncode == 1

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import ray
+
+import forked
 from played import stand_in_for_vllm
 from test_genrm_server import STAND_IN
 from test_house import ROOT, TOP
 from tiny import config_of, write_model
-
-import reward_loop
 
 WHOLE = ("grpo_trainer.py", "run.py")  # these two need nearly all other files
 PARTS = [path.name for path in TOP if path.name not in WHOLE]
@@ -84,14 +83,6 @@ def test_a_header_names_what_its_file_imports(name):
 # ---- each part in an empty folder
 
 
-@pytest.fixture(scope="module")
-def ray_address():
-    """Share one Ray cluster among all tests."""
-    reward_loop.connect_ray()
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
-
-
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """Copy a file and the files that it needs into an empty folder, where commands then run."""
@@ -110,8 +101,7 @@ def alone(tmp_path, monkeypatch):
 
 def run(*command, **env):
     """Run a command in the folder and return what it prints. The repository is not on any path."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
-                      env=os.environ | env)  # fmt: skip
+    done = forked.run(command, os.getcwd(), os.environ | env, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -429,7 +419,7 @@ ROW = {
 
 
 @pytest.mark.slow
-def test_reward_loop_with_its_worker(alone, ray_address):
+def test_reward_loop_with_its_worker(alone, cluster):
     folder = alone("reward_loop.py")
     (folder / "mine.py").write_text(REWARD)
     code = f"""
@@ -440,15 +430,15 @@ with contextlib.ExitStack() as stack:
     results = manager.score_batch([{ROW!r} | {{"response": text}} for text in "45"])
 print([(result["reward_score"], result["status"]) for result in results])
 """
-    assert run("-c", code, RAY_ADDRESS=ray_address).endswith("[(1.0, 'ok'), (0.0, 'ok')]\n")
+    assert run("-c", code, RAY_ADDRESS=cluster).endswith("[(1.0, 'ok'), (0.0, 'ok')]\n")
 
 
 @pytest.mark.slow
-def test_score_file_with_its_five(alone, ray_address):
+def test_score_file_with_its_five(alone, cluster):
     folder = alone("score_file.py")
     write_lines(folder / "responses.jsonl", *(ROW | {"response": rf"\boxed{{{x}}}"} for x in "45"))
     run("score_file.py", "--data", "responses.jsonl", "--out", "scored.jsonl", "--num-workers", "1",
-        "--reward-fn", "compute_score.py:compute_score", RAY_ADDRESS=ray_address)  # fmt: skip
+        "--reward-fn", "compute_score.py:compute_score", RAY_ADDRESS=cluster)  # fmt: skip
     lines = [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
     assert [line["reward_score"] for line in lines] == [1.0, -1.0]
 
@@ -456,7 +446,7 @@ def test_score_file_with_its_five(alone, ray_address):
 @pytest.mark.slow
 @pytest.mark.parametrize("rollout", ["hf", "vllm"])
 def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
-    rollout, alone, model, tokenizer, ray_address
+    rollout, alone, model, tokenizer, cluster
 ):
     """Without folders such as cluster/, the run is complete and has its curves.
 
@@ -469,7 +459,7 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
     command = """grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1
         --train-batch-size 1 --mini-batch-size 1 --group-size 2 --max-response-length 4 --overlong-buffer 0
         --num-workers 1 --device cpu --max-logprob-diff 1e9 --rollout """ + rollout
-    said = run(*command.split(), RAY_ADDRESS=ray_address)
+    said = run(*command.split(), RAY_ADDRESS=cluster)
     assert "done: out/checkpoints/step_1" in said
     (line,) = [line for line in said.splitlines() if line.startswith("report.html")]
     assert line.startswith("report.html and the merged model were not written, because they need the folders")

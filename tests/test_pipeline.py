@@ -10,8 +10,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
+import forked
 import grpo_trainer
 import run_folder
 from grpo_trainer import draw
@@ -343,9 +342,7 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
         f"pathlib.Path({str(tmp_path)!r}))"
     )
     paths = os.pathsep.join(str(Path(__file__).parent.parent / name) for name in ("", "tests"))
-    killed = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
-    )
+    killed = forked.run(["-c", code], env=os.environ | {"PYTHONPATH": paths})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     written = Path(tmp_path, "run/samples.jsonl").read_text()
     # Everything that is logged was trained on, or was about to be.

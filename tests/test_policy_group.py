@@ -48,12 +48,10 @@ def limit():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, model):
-    reward_loop.connect_ray()
+def folder(tmp_path_factory, model, one_ray):
     folder = tmp_path_factory.mktemp("policy")
     copy.deepcopy(model).bfloat16().save_pretrained(folder)  # most models are stored like this
-    yield str(folder)
-    ray.shutdown()
+    return str(folder)
 
 
 def settings(folder, **changes):
@@ -388,6 +386,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     sampling code gets an error.
     """
     ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     reward_loop.connect_ray()  # a Ray whose actors find the stand-in for vLLM
     monkeypatch.setattr(weights_file, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)

@@ -7,11 +7,11 @@ was once deleted with its test, and nobody noticed that the sentence had become 
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -210,6 +210,7 @@ def by_index(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_every_row_of_a_file_gets_its_own_score(tmp_path):
     """Returning children, noise, deaths and random pauses must not move a score to a different row."""
     (tmp_path / "chaos.py").write_text(CHAOS)
@@ -223,9 +224,9 @@ def test_every_row_of_a_file_gets_its_own_score(tmp_path):
             "extra_info": {"index": index, "split": "train"},
         })  # fmt: skip
     (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [sys.executable, "score_file.py", "--data", tmp_path / "responses.jsonl"]
+    command = ["score_file.py", "--data", tmp_path / "responses.jsonl"]
     command += ["--out", tmp_path / "scored.jsonl", "--reward-fn", f"{tmp_path}/chaos.py:by_index"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = forked.run(command, timeout=300)
     assert done.returncode == 0, done.stderr
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
     assert [row["reward_score"] for row in scored] == [float(index) for index in range(300)]

@@ -34,13 +34,8 @@ FAULTS, GROUPS = f"{FUNCTIONS}/faults.py", f"{FUNCTIONS}/groups.py"
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    import ray
-
-    ray.shutdown()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield ray
-    ray.shutdown()
+def local_ray(one_ray):
+    return one_ray
 
 
 def make_manager(reward_models=None, overlong=None, reward_kwargs=None, **options):
@@ -1357,7 +1352,8 @@ def run_script(body, **environment):
         body
     )
     command = [sys.executable, "-c", body]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400,
+                           env=os.environ | {"RAY_ADDRESS": "local"} | environment)  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 

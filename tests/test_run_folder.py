@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import forked
 import run_folder
 from policy import Sample
 from run_folder import pass_at_k, reward_metrics, validation_metrics
@@ -694,11 +695,15 @@ STEP = """
 
 def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path):
     rounds = [(str(tmp_path / number.name), "SIG_DFL") for number in (signal.SIGINT, signal.SIGTERM)]
-    with in_another_process(STEP.format(rounds=rounds), stdout=subprocess.PIPE) as run:
+    reading, writing = os.pipe()
+    with open(reading) as said, open(os.devnull, "w") as nothing:
+        run = forked.Script(["-c", textwrap.dedent(STEP.format(rounds=rounds))], writing, nothing)
+        os.close(writing)
         for number in (signal.SIGINT, signal.SIGTERM):
-            assert run.stdout.readline() == "step\n"
+            assert said.readline() == "step\n"
             run.send_signal(number)
-            assert "finishing this step, then saving" in run.stdout.readline()
+            assert "finishing this step, then saving" in said.readline()
+        run.wait(120)
     assert [Path(path).read_text() for path, _ in rounds] == ["step done saved"] * 2
 
 
@@ -708,7 +713,7 @@ def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(
     terminal, inside = os.openpty()
     code = STEP.format(rounds=[(str(nohup), "SIG_IGN"), (str(normal), "SIG_DFL")])
     code = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + textwrap.dedent(code)
-    run = in_another_process(code, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
+    run = forked.Script(["-c", code], inside, stdin=inside)
     os.close(inside)
 
     def wait_for_step(path):

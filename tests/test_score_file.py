@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import forked
 from played import server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
@@ -33,8 +34,7 @@ def write_jsonl(path, rows):
 
 def command_line(*arguments, **options):
     """Run the script as a user does. Returns a CompletedProcess."""
-    command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, **options)
+    return forked.run([ROOT / "score_file.py", *arguments], timeout=400, **options)
 
 
 def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
@@ -366,13 +366,13 @@ def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     command = [sys.executable, str(ROOT / "score_file.py"), *map(str, arguments)]
     partial = tmp_path / "scored.jsonl.partial.jsonl"
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    until(lambda: partial.exists() and partial.read_text().count("\n") > 3, 60)
+    until(lambda: partial.exists() and partial.read_text().count("\n") > 3, 300)
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
+    _, said = running.communicate(timeout=300)
     assert running.returncode == 130 and "Traceback" not in said
     assert "interrupted; pass --resume to continue" in said
     running = subprocess.Popen([*command, "--resume"], start_new_session=True)
-    until(lambda: partial.read_text().count("\n") > 32, 60)  # with the headers of both starts
+    until(lambda: partial.read_text().count("\n") > 32, 300)  # with the headers of both starts
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     with partial.open("a") as file:

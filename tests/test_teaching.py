@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "docs/exercises"
@@ -25,8 +26,8 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
 
     def results():
         """Return {(exercise, test): "PASSED" or "FAILED"}."""
-        command = [sys.executable, "-m", "pytest", "-rA", "--tb=line", "-p", "no:cacheprovider", FOLDER]
-        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        command = ["-m", "pytest", "-rA", "--tb=line", "-p", "no:cacheprovider", FOLDER]
+        said = forked.run(command, tmp_path).stdout
         found = re.findall(rf"^(\w+) {FOLDER}/test_(\w+)\.py::(\w+(?:\[.*?\])?)", said, re.M)
         assert found and not re.search("^ERROR", said, re.M), said
         return {(exercise, test): result for result, exercise, test in found}

@@ -15,6 +15,7 @@ import tyro
 from tokenizers import Tokenizer, decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import forked
 import compute_score
 import prepare_data
 import run_folder
@@ -415,8 +416,9 @@ def test_the_command_of_a_warm_start(tmp_path, monkeypatch, world):
 
 @pytest.mark.slow
 def test_rows_without_models(tmp_path):
-    command = [sys.executable, "-m", "toy.warm_start", "--kind", "own_flaws", "--seed", "1", "--models"]
-    subprocess.run([*command, "--out-dir", tmp_path], cwd=toy_world.SHIPPED.parent.parent, check=True)
+    command = ["-m", "toy.warm_start", "--kind", "own_flaws", "--seed", "1", "--models"]
+    done = forked.run([*command, "--out-dir", tmp_path])
+    assert done.returncode == 0, done.stderr
     assert {path.suffix for path in tmp_path.iterdir()} == {".parquet"}
     (row,) = pq.read_table(tmp_path / "toy_test.parquet").slice(0, 1).to_pylist()
     assert row["extra_info"]["question"].count(",") >= 6

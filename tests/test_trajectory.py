@@ -31,6 +31,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+import forked
 import compute_score
 import grpo_trainer
 import reward_worker

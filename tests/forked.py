@@ -1,0 +1,199 @@
+"""Scripts in processes that are forked from one that has imported torch and transformers.
+
+These imports take most of a script's start. No file of this repository is among them, so each script
+imports its own files, from the folder in which it runs. Ray is not among them either, because it reads
+environment variables when it is imported. A forked script is a process of its own with its own environment,
+working directory, output and session, and it ends as Python does: with exit code, traceback and exit
+handlers.
+
+    done = forked.run(["score_file.py", "--data", ...])     # like subprocess.run(..., capture_output=True)
+    process = forked.Script(["grpo_trainer.py", ...], log)  # like subprocess.Popen
+    env = os.environ | {"PATH": forked.on_path(tmp_path)}   # for shell scripts that call `python`
+
+Not covered: options of Python itself, and environment variables that Python or torch read when they are
+imported, such as OMP_NUM_THREADS. Tests of the start itself, of Ctrl-C in a run, or of what other processes
+see start a Python of their own.
+"""
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
+    transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama tyro aiohttp.web
+    uvloop accelerate pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
+    google.protobuf.message tqdm matplotlib.pyplot pytest""".split()
+
+
+def serve(address: str) -> tuple[list[str], dict[str, str]]:
+    """Fork a process for each script, and return in this process what the script is."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    del sys.path[0]  # this folder
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert "ray" not in sys.modules
+    gc.freeze()  # Otherwise each process would copy all these objects when it collects garbage.
+    print("ready", flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the processes that wait for scripts.
+    while True:
+        if 0 in select.select([listener, 0], [], [])[0]:
+            os._exit(0)  # The tests have ended.
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            _, files, _, _ = socket.recv_fds(connection, 1, 3)
+            arguments, folder, environment = json.loads(connection.makefile().readline())
+            script = os.fork()
+            if script == 0:
+                connection.close()
+                os.setsid()
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                    os.close(file)
+                os.chdir(folder)
+                return arguments, environment
+            connection.sendall(script.to_bytes(8, "little"))
+            for file in files:
+                os.close(file)
+            code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+            connection.sendall(code.to_bytes(8, "little", signed=True))
+            os._exit(0)
+        connection.close()
+
+
+def become(arguments: list[str], environment: dict[str, str]) -> None:
+    """Run `python ARGUMENTS` in this process."""
+    os.environ.clear()
+    os.environ.update(environment)
+    what, *rest = arguments
+    first = os.getcwd() if what == "-m" else "" if what == "-c" else os.path.dirname(os.path.abspath(what))
+    sys.path[:0] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.orig_argv = [sys.executable, *arguments]
+    if what == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what in ("-", "-c"):
+        code = sys.stdin.read() if what == "-" else rest.pop(0)
+        sys.argv, sys.modules["__main__"] = [what, *rest], types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv = arguments
+        runpy.run_path(what, run_name="__main__")
+
+
+@functools.cache
+def address() -> str:
+    """Start the process from which scripts are forked, and return its address."""
+    folder = tempfile.TemporaryDirectory(prefix="forked", dir="/tmp")  # a short path for the socket
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, __file__, "serve", f"{folder.name}/socket"]
+    server = subprocess.Popen(command, cwd=folder.name, env=environment, start_new_session=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    address.kept = folder, server  # It ends when this process closes its input.
+    assert server.stdout.readline() == b"ready\n"
+    return f"{folder.name}/socket"
+
+
+class Script:
+    """A running script, with the methods and attributes of subprocess.Popen that the tests use."""
+
+    def __init__(self, arguments, output, errors=None, cwd=ROOT, env=None, where=None, stdin=None):
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(where or address())
+        request = [*map(str, arguments)], str(cwd), dict(os.environ if env is None else env)
+        with open(os.devnull) as nothing:
+            files = [nothing if file is None else file for file in (stdin, output, errors or output)]
+            numbers = [file if isinstance(file, int) else file.fileno() for file in files]
+            socket.send_fds(self.connection, [b" "], numbers)
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
+        self.pid = int.from_bytes(self.connection.recv(8, socket.MSG_WAITALL), "little")
+        self.returncode = None
+
+    def poll(self) -> int | None:
+        if select.select([self.connection], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout=None) -> int:
+        if self.returncode is None:
+            self.connection.settimeout(timeout)
+            code = self.connection.recv(8, socket.MSG_WAITALL)
+            self.returncode = int.from_bytes(code, "little", signed=True)
+        return self.returncode
+
+    def send_signal(self, number) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(arguments, cwd=ROOT, env=None, timeout=None) -> subprocess.CompletedProcess:
+    """Run a script and return its exit code and output."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        script = Script(arguments, output, errors, cwd, env)
+        try:
+            code = script.wait(timeout)
+        except TimeoutError:
+            script.kill()
+            script.wait()
+            code = f"still running after {timeout} s"
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
+
+
+def on_path(folder: Path) -> str:
+    """Write a `python` that forks, and return a PATH in which shell scripts find it."""
+    folder.mkdir(exist_ok=True)
+    command = f'exec {sys.executable} -I -S {__file__} run {address()} "$@"'
+    (folder / "python").write_text(f"#!/bin/sh\n{command}\n")
+    (folder / "python").chmod(0o755)
+    return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def end(script) -> None:
+    """Call `script` and end this process as Python would, but without freeing all objects one by one."""
+    code = 0
+    try:
+        script()
+    except SystemExit as exit:
+        code = exit.code or 0
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # Wait for threads.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        script = serve(sys.argv[2])
+        end(lambda: become(*script))
+    else:
+        where, *given = sys.argv[2:]
+        code = Script(given, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin).wait()
+        sys.exit(code if code >= 0 else 128 - code)
