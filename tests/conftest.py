@@ -3,7 +3,6 @@
 import os
 import random
 import sys
-import time
 
 import pytest
 
@@ -37,28 +36,10 @@ def no_ray_is_left():
 @pytest.fixture(scope="session")
 def cluster():
     """Return the address of a Ray cluster that one file after another joins: a start takes seconds."""
-    from ray._private import services
-    from ray.cluster_utils import Cluster
+    import forked
 
-    get_node = services.get_node
-
-    def wait_for_node(*arguments):
-        """Wait five minutes for a node: Ray's 30 s are too short on a busy machine."""
-        end = time.monotonic() + 300
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-
-    settings = dict(num_cpus=2, object_store_memory=10**9, include_dashboard=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "get_node", wait_for_node)
-        cluster = Cluster(initialize_head=True, head_node_args=settings)
-    yield cluster.address
-    cluster.shutdown()
+    with forked.ray_cluster() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import ray
 
 import compute_score
 import forked
 import grpo_trainer
-import reward_loop
 from played import lines_of, rows, says, server, stand_in_for_vllm, toy_config
 from reward_loop import RewardOptions
 from run import Run
@@ -173,12 +171,9 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
     played = stand_in_for_vllm(tmp_path / "stand_in")
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", played)
-        reward_loop.connect_ray()
-        env = dict(CLASSIFIER_STEPS="3", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-        try:
+        with forked.ray_cluster() as address:
+            env = dict(CLASSIFIER_STEPS="3", RAY_ADDRESS=address)
             run_recipe("toy_disrm", *SMALL, *val, folder=copy, **env)
-        finally:
-            ray.shutdown()
     folder = copy / "outputs/disrm/seed0"
 
     def scores_of(run):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("toy", "tools", "cluster")
 TOP_SCRIPTS = re.findall(r"^(\w+\.py) {2,}", (ROOT / "README.md").read_text(), re.M)  # its list of files
@@ -78,6 +80,29 @@ def test_help_imports_nothing_that_takes_seconds(name):
     assert done.returncode == 0 and done.stdout.startswith("usage: ") and "--help" in done.stdout
     assert not {"torch", "transformers", "ray", "vllm"} & set(done.stderr.split())
     assert len(COMMANDS) > 10
+
+
+LIKE_A_REAL_ONE = """
+import atexit, os, sys, threading
+ours = {path.removesuffix(".py") for path in os.listdir(sys.argv[1])}
+print(sys.path[:2], sys.argv, os.getcwd(), os.environ["X"], sys.stdin.read(), ours & {*sys.modules}, __name__)
+atexit.register(print, "exit handler")
+threading.Timer(0.1, print, ["thread"]).start()
+sys.exit(eval(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("end", ["3", "None", "'a text'", "1 / 0"])
+def test_a_script_that_the_tests_fork_is_like_one_that_python_starts(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(LIKE_A_REAL_ONE)
+    given = dict(env=os.environ | {"X": "1", "PYTHONPATH": "/nowhere"}, cwd=tmp_path)
+    quiet = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    real = subprocess.run([sys.executable, str(script), str(ROOT), end], **given, **quiet)
+    forked_one = forked.run([script, ROOT, end], **given)
+    assert (forked_one.returncode, forked_one.stdout) == (real.returncode, real.stdout)
+    assert forked_one.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
+    assert "set() __main__\nthread\nexit handler\n" in real.stdout
 
 
 def names_of_our_modules(path):
