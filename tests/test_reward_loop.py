@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -22,6 +21,7 @@ import psutil
 import pytest
 from aiohttp import web
 
+import forked
 import reward_loop
 import reward_worker
 from algorithm import overlong_penalty
@@ -1351,9 +1351,8 @@ def run_script(body, **environment):
     body = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n" + textwrap.dedent(
         body
     )
-    command = [sys.executable, "-c", body]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=400,
-                           env=os.environ | {"RAY_ADDRESS": "local"} | environment)  # fmt: skip
+    environment = os.environ | {"RAY_ADDRESS": "local"} | environment
+    ended = forked.run(["-c", body], env=environment, timeout=400)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 
@@ -1457,8 +1456,7 @@ def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
         reward_loop.RewardLoopManager(options)
     """
     environment = os.environ | {"RAY_memory_usage_threshold": "0.001", "RAY_ADDRESS": "local"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    ended = forked.run(["-c", textwrap.dedent(code)], env=environment, timeout=300)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("RuntimeError")]
     assert "a reward worker cannot be started: out of memory. Ray reports: " in line
     assert "GB used" in line and "lower --num-workers" in line

@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client.parser import text_string_to_metric_families
 
+import forked
 import router
 from reward_worker import Job, Scorer
 from router import Config, Router, clean_url
@@ -1571,13 +1572,10 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--port", str(port)], f"{port}): address already in use"),
             (["--workers", "http://", "--queue-timeout", "inf"], "http://10.0.0.2:8000"),
         )
-        started = [
-            subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True)
-            for arguments, _ in commands
-        ]
-        for process, (_, expected) in zip(started, commands):
-            error = process.communicate(timeout=60)[1]
-            assert process.returncode == 2, error
+        for arguments, expected in commands:
+            done = forked.run([ROUTER, *arguments], timeout=300)
+            error = done.stderr
+            assert done.returncode == 2, error
             assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -609,7 +608,8 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     path = Path(warm_start.__file__).parents[1] / "recipes/critic_rows.py"
     command = [path, "--runs", tmp_path, "--out-dir", tmp_path / "rows", "--held-out", "9"]
-    subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    done = forked.run(command)
+    assert done.returncode == 0, done.stderr
     paths = [tmp_path / f"rows/fapo_critic_{name}.parquet" for name in ("train", "test")]
     files = [pq.read_table(path).to_pylist() for path in paths]
     train, test = files
@@ -624,6 +624,6 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
         label = first_wrong_paragraph(written["prompt"], written["response"])
         assert row["reward_model"]["ground_truth"] == label and written["reward_extra_info"]["acc"]
     (tmp_path / "samples.jsonl").write_text(json.dumps(lines[-3]) + "\n")
-    few = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+    few = forked.run(command)
     assert few.returncode == 1
     assert re.search(r"error: --runs: too few solutions \((0 flawed, |[1-9]\d* flawed, 0 )", few.stderr)
