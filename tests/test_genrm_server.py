@@ -275,6 +275,7 @@ def test_cpu_servers(stand_in, monkeypatch):
         }
 
 
+@pytest.mark.slow
 def test_servers_that_share_a_gpu(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with running(settings(stand_in, num_servers=3, device="cuda", gpu_share=0.4)) as servers:
@@ -327,6 +328,7 @@ def test_bad_settings(stand_in, changes, expected, monkeypatch):
 # ---- deaths and restarts
 
 
+@pytest.mark.slow
 def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     with running(settings(stand_in, num_servers=2)) as servers, ThreadPoolExecutor(32) as pool:
         victim = told(servers)["pids"]
@@ -350,6 +352,7 @@ def test_a_killed_server_loses_no_request_and_comes_back(stand_in, capfd):
     assert "server 0 died; restarting in 0.1 s" in output and output.count("server 0 ready at") == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(stand_in, capfd, monkeypatch):
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in, num_servers=2)) as servers:
@@ -362,6 +365,7 @@ def test_a_server_that_keeps_dying_is_given_up_loudly_and_the_other_one_goes_on(
         assert re.search(r"GIVING UP: server 0 died.*\n.*these weights do not fit", capfd.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_server_that_would_load_other_files_does_not_join(stand_in, capfd):
     """The next judge has been trained into the same folder when one of two servers restarts."""
     weights = stand_in / "model.safetensors"
@@ -401,6 +405,7 @@ def test_files_that_change_while_they_are_loaded_are_noticed(stand_in):
             servers.wait_ready()
 
 
+@pytest.mark.slow
 def test_a_link_that_is_changed_does_not_change_the_model(stand_in):
     link = stand_in.parent / "latest"
     link.symlink_to(stand_in)
@@ -430,6 +435,7 @@ def test_copies_on_two_nodes_may_differ_in_times_only(now, sizes_only, differenc
     assert genrm_server.changed_file(before, now, sizes_only) == difference
 
 
+@pytest.mark.slow
 def test_servers_on_two_nodes_have_the_same_files(stand_in):
     """Played: the second server finds a copy on its node, with other times and later with another size."""
     with running(settings(stand_in, num_servers=2)) as servers:
@@ -445,6 +451,7 @@ def test_servers_on_two_nodes_have_the_same_files(stand_in):
         assert expected in slot.given_up
 
 
+@pytest.mark.slow
 def test_deaths_and_hangs_of_a_server_that_was_ready_do_not_add_up(stand_in, monkeypatch):
     """For example, a sample may kill the engine each time it is sent."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
@@ -463,6 +470,7 @@ def test_deaths_and_hangs_of_a_server_that_was_ready_do_not_add_up(stand_in, mon
         servers.check()
 
 
+@pytest.mark.slow
 def test_what_was_waited_for_however_long_is_no_death(stand_in, monkeypatch):
     """Examples are a disk that was full for days, and a judge that could not start next to the trainer.
 
@@ -521,6 +529,7 @@ def test_a_start_that_takes_too_long(stand_in):
         ModelServers(settings(stand_in, startup_timeout=0.5, flag_prefix="genrm-"))
 
 
+@pytest.mark.slow
 def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
     with running(settings(stand_in, num_servers=2)) as servers:
         address = servers.router_address
@@ -536,6 +545,7 @@ def four_on_two_gpus(stand_in, monkeypatch):
     return settings(stand_in, num_servers=4, device="cuda", gpu_share=0.4)
 
 
+@pytest.mark.slow
 def test_servers_that_share_a_gpu_start_one_after_the_other(four_on_two_gpus):
     """This also holds after deaths.
 
@@ -564,6 +574,7 @@ def test_servers_that_share_a_gpu_start_one_after_the_other(four_on_two_gpus):
         assert not at_once
 
 
+@pytest.mark.slow
 def test_servers_that_share_no_gpu_start_together(four_on_two_gpus):
     started = []
 
@@ -599,6 +610,7 @@ def test_a_server_whose_engine_hangs_behind_a_good_health_is_restarted(stand_in,
         assert said in capfd.readouterr().out and "hangs: 3 requests" in servers.router.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     port, missed = free_port(), []
 
@@ -749,6 +761,7 @@ def test_generate_is_no_error_where_the_client_has_gone():
     assert answers[-1]["body"] == b"null"
 
 
+@pytest.mark.slow
 def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
     with running(settings(stand_in, host="0.0.0.0")):
         assert (
@@ -758,6 +771,7 @@ def test_a_router_open_to_the_network_without_a_key_is_told_of(stand_in, capfd):
         assert "WARNING" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(stand_in, tokenizer, capfd):
     import torch
     from safetensors.torch import load_file
@@ -822,6 +836,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
     assert not servers.folder.path.exists()
 
 
+@pytest.mark.slow
 def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
     """Other weights go through /dev/shm (see the test above)."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -830,6 +845,7 @@ def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model
         assert "policy servers: " in line and str(servers.folder.path.parent) in line
 
 
+@pytest.mark.slow
 def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokenizer, model, monkeypatch):
     """Otherwise, the router would hold each attempt for --queue-timeout, which is 15 minutes in a run."""
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 1)
@@ -843,6 +859,7 @@ def test_rollouts_wait_for_no_policy_servers_that_were_given_up(stand_in, tokeni
             rollout_vllm(servers, [Sample({}, [1])], **options)
 
 
+@pytest.mark.slow
 def test_a_server_that_died_of_a_call_to_all_and_is_back_before_the_others_answer_ends_nothing(
     stand_in, monkeypatch
 ):
@@ -868,6 +885,7 @@ def test_a_server_that_died_of_a_call_to_all_and_is_back_before_the_others_answe
         assert dying.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_service_on_ipv6_prints_an_address_that_can_be_used(stand_in):
     with contextlib.closing(socket.socket(socket.AF_INET6)) as there:
         try:
@@ -883,6 +901,7 @@ def test_a_service_on_ipv6_prints_an_address_that_can_be_used(stand_in):
         process.wait(60)
 
 
+@pytest.mark.slow
 def test_gpu_servers_and_a_classifier_sleep_and_wake(stand_in, monkeypatch):
     with running(settings(stand_in, sleep_mode=True)) as servers:
         servers.sleep()

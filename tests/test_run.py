@@ -49,6 +49,7 @@ def test_rows_of_several_training_files_follow_each_other(tmp_path, model, token
         prepared(tmp_path, model, tokenizer, train_file=(files[0], "nowhere.parquet"))
 
 
+@pytest.mark.slow
 def test_a_row_that_the_reward_function_cannot_score_is_named_before_the_run(tmp_path, model, tokenizer):
     """A function checks rows with its attribute `check_row`. Only a judge needs the text of the problem."""
     problem = toy_world.random_problem(random.Random(1), toy_world.REMAINDER)

@@ -427,6 +427,7 @@ def test_samples_without_an_answer_count_neither_for_nor_against_in_any_mean():
     )
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     secret = '{"judges": [{"apiKey": "hush"}]}'

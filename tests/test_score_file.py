@@ -189,6 +189,7 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
 
 
+@pytest.mark.slow
 def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # noqa: F811
     """Otherwise, the scores of two judges would be mixed.
 

@@ -1093,6 +1093,7 @@ def world(tmp_path, monkeypatch):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tool(world, tmp_path):
     config = world("run", rollout_kwargs='{"cost": 5}', val_file=(world("x").train_file,), val_every=1)
     grpo_trainer.train(config)
@@ -1109,6 +1110,7 @@ def test_a_run_with_a_tool(world, tmp_path):
     assert sample["file"] == config.train_file and isinstance(sample["seed"], int) and sample["row"] >= 0
 
 
+@pytest.mark.slow
 def test_a_stopped_run_that_goes_on_is_the_same_run(world):
     whole, part = world("whole", total_steps=3), world("part", total_steps=1)
     grpo_trainer.train(whole)
@@ -1120,6 +1122,7 @@ def test_a_stopped_run_that_goes_on_is_the_same_run(world):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_samples_at_its_own_temperature(world, monkeypatch):
     import trajectory as trajectory_file
 
