@@ -202,8 +202,8 @@ def ray_cluster(**settings):
     get_node = services.get_node
 
     def wait_for_node(*arguments):
-        """Wait five minutes for a node: Ray's 30 s are too short on a busy machine."""
-        end = time.monotonic() + 300
+        """Wait a minute for a node: Ray's 30 s are too short on a busy machine."""
+        end = time.monotonic() + 60
         while True:
             try:
                 return get_node(*arguments)
@@ -213,8 +213,15 @@ def ray_cluster(**settings):
                 time.sleep(0.1)
 
     settings = dict(num_cpus=2, object_store_memory=10**9, include_dashboard=False) | settings
+    settings["setup_worker_path"] = __file__
     with patch.object(services, "get_node", wait_for_node), patch.dict(os.environ, FORKED=address()):
-        cluster = Cluster(initialize_head=True, head_node_args=settings | {"setup_worker_path": __file__})
+        for attempts_left in range(4, -1, -1):  # A raylet gives up if its agents do not start within 30 s.
+            try:
+                cluster = Cluster(initialize_head=True, head_node_args=settings)
+                break
+            except Exception:
+                if not attempts_left:
+                    raise
     try:
         yield cluster.address
     finally:
