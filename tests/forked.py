@@ -78,7 +78,8 @@ def serve(address: str) -> tuple[list[str], dict[str, str]]:
             for file in files:
                 os.close(file)
             code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
-            connection.sendall(code.to_bytes(8, "little", signed=True))
+            with contextlib.suppress(BrokenPipeError):  # Nobody may be waiting any more.
+                connection.sendall(code.to_bytes(8, "little", signed=True))
             os._exit(0)
         connection.close()
 
