@@ -31,7 +31,6 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-import forked
 import compute_score
 import grpo_trainer
 import reward_worker

@@ -66,6 +66,7 @@ from toy.toy_world import (
     COARSE,
     JUDGE,
     KINDS,
+    SHIPPED,
     SHORT_WORDS,
     TOTAL,
     Kind,
