@@ -446,6 +446,13 @@ def checkpointed_layers(model):
             del layer.forward
 
 
+def compile_layers(model, backend="inductor") -> None:
+    """Compile each layer, which fuses its element-wise operations. Prompts are then not shared."""
+    model.shares_prompts = False  # A cache as an argument would lead to further compilations.
+    for layer in layers_of(model, "--compile-layers"):
+        layer.compile(backend=backend, dynamic=True)
+
+
 def layers_of(model, flag: str) -> list:
     """Return the layers that transformers marks for gradient checkpointing.
 

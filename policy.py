@@ -34,6 +34,7 @@ from causal_lm import (
     can_share_prompts,
     check_logprobs,
     checkpointed_layers,
+    compile_layers,
     count_adapters,
     load_causal_lm,
     logprobs_and_entropy,
@@ -168,6 +169,8 @@ class Policy:
         if self.has_adapters:
             add_adapters(model, options, source)
         self.setup_model(model)
+        if options.compile_layers:
+            compile_layers(model)
         check_logprobs(self.model_logprobs, model, source, self.device)
         return model
 

@@ -68,6 +68,7 @@ class PolicyOptions:
     # Tokens per forward and backward pass, including padding; 0: 16384 on a GPU, 2048 on a CPU.
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
+    compile_layers: bool = False  # Compile the model's layers with torch.compile, for --rollout vllm on GPUs.
     seed: int = 0  # Random seed for the data order, sampling and new adapters.
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -296,6 +297,22 @@ def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
     assert [s.response_ids for s in samples] == [s.response_ids for s in same_samples]
     assert torch.allclose(weights, same_weights, atol=1e-7)
     assert same_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_compute_the_same_update(model, monkeypatch, checkpointing):
+    """Compile without code generation, which takes minutes on a CPU. No layer is split by a graph break."""
+    compile_layers = functools.partial(causal_lm.compile_layers, backend="aot_eager")
+    monkeypatch.setattr(policy_file, "compile_layers", compile_layers)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    changes = dict(gradient_checkpointing=checkpointing, max_tokens_per_micro_batch=40)
+    expected, metrics = updated(model, a_step(model), **changes)
+    got, same = updated(model, a_step(model), compile_layers=True, **changes)
+    assert torch.allclose(got, expected, atol=1e-7) and same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
 
 
 def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_update(model):
