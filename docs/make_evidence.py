@@ -163,7 +163,7 @@ TOOL_NAMES = {
     "outcome_dr_grpo": "outcome reward only, `--advantage dr_grpo`",
     "outcome_floor": "outcome reward only, floor under the std",
     "grounded_rule": "rule: operands must be the tool's answers",
-    "fapo_judge": "FAPO, judge trained and served",
+    "fapo_judge": "FAPO, judge model",
     "fapo": "FAPO",
     "prefix": "FAPO, good prefix spared",
     "vppo": "VPPO, FAPO's score",

@@ -336,7 +336,30 @@ def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
     assert f"accuracy changes from {before} to {after} and falls in three of nine runs." in results
     assert fell == 3
     told = "With FAPO and the oracle as the judge, fully correct answers rise to "
-    assert f"{told}{percent(fapo, correct)} (medians of nine runs)." in results
+    assert f"{told}{percent(fapo, correct)} (medians of nine runs), and with" in results
+    (judged,) = evidence.of(runs, "fapo_judge", *evidence.SHOP)
+    assert f"to {judged['after'][f'{correct}/mean@1']:.0%} (one run).".replace("%", " %") in results
+
+
+def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
+    """The judge's counts on the policy's answers, and what the policy learned from it."""
+    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    runs = evidence.read()
+    (run,) = evidence.of(runs, "fapo_judge", "shop0")
+    found = [one["after"]["shop/truly_correct/mean@1"] for one in evidence.of(runs, "fapo", "shop0")]
+    oracle = f"{statistics.median(found):.2f}"[1:]
+    before, after = (f"{run[when]['shop/truly_correct/mean@1']:.2f}"[1:] for when in ("before", "after"))
+    assert f"from {before} to {after} in one run" in text and f"they rise to {oracle} (median" in text
+    counts = run["verdicts"]
+    assert f"read {sum(one[2] for one in counts.values()):,} correct answers" in text
+    found, _, every = counts["made_up"]
+    assert found == every and f"all {every} made-up prices" in text
+    assert "{0} of {2} wrong sums".format(*counts["wrong_sum"]) in text
+    assert "accepted {1:,} of {2:,} sound answers".format(*counts["sound"]) in text
+    assert "{2:,} answers contained another flaw".format(*counts["other"]) in text
+    assert "found only {0} of them".format(*counts["other"]) in text
+    for kind, sentence in (("other", "They end at {} of"), ("wrong_sum", "wrong sums end at {},")):
+        assert sentence.format(f"{run['after'][f'shop/flawed_{kind}/mean@1']:.2f}"[1:]) in text
 
 
 def test_the_table_of_padding_is_that_of_the_script(tmp_path):
