@@ -1,6 +1,6 @@
 """Collect finished runs in docs/evidence/*.jsonl, and generate all figures, tables and CSV files from them.
 
-    make evidence                                         # seven to nine hours: the runs, then this script
+    make evidence                                         # eight to ten hours: the runs, then this script
     python docs/make_evidence.py --runs outputs/evidence  # adds the finished runs of recipes/evidence.sh
     python docs/make_evidence.py --runs outputs/disrm     # adds the finished runs of recipes/toy_disrm.sh
     python docs/make_evidence.py                          # regenerates figures and tables

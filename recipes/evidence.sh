@@ -329,7 +329,7 @@ public_task() {
 }
 
 echo "Running $LANES runs at a time in these worlds: $WORLDS. Finished runs are not repeated."
-echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), tools 1 to 2,"
+echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), tools 2 to 3,"
 echo "and public about half an hour."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world
