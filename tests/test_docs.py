@@ -358,6 +358,10 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     assert "accepted {1:,} of {2:,} sound answers".format(*counts["sound"]) in text
     assert "{2:,} answers contained another flaw".format(*counts["other"]) in text
     assert "found only {0} of them".format(*counts["other"]) in text
+    worth = []
+    for name in ("outcome_floor_cost0.003", "outcome_cost0.003"):
+        worth.append(evidence.earned(evidence.of(runs, name, "shop0"), "after"))
+    assert "earns more of the same reward ({} against {})".format(*worth) in text
     for kind, sentence in (("other", "They end at {} of"), ("wrong_sum", "wrong sums end at {},")):
         assert sentence.format(f"{run['after'][f'shop/flawed_{kind}/mean@1']:.2f}"[1:]) in text
 
