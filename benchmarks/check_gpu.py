@@ -9,12 +9,12 @@ Each check is a function that yields rows. It runs in a separate process with a 
 that fails, hangs or dies must not stop the others. Logs are in outputs/check_gpu. The exit code is 1 if a
 check fails, and 2 if there is no GPU.
 
-The models have random weights, whose logits are scaled to an entropy of about four nats: near a uniform
-distribution, every sampler would agree with every trainer.
+The models have random weights (gpu_models.py).
 
 Not covered: the quality of training, several machines, and GPUs from other vendors.
 """
 
+import asyncio
 import contextlib
 import json
 import math
@@ -34,13 +34,14 @@ from pathlib import Path
 from typing import Literal
 from unittest.mock import patch
 
+import aiohttp
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
 import transformers
 import tyro
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,10 +50,15 @@ import genrm_server
 import grpo_trainer
 import causal_lm
 import policy
+from gpu_models import (
+    groups_of, measure, new_model, peak_of, random_samples, time_update, toy_tokenizer,
+    write_model,
+)  # fmt: skip
 from tools import plan_run
 import reward_loop
 from toy import toy_world, warm_start
 from cluster.policy_group import PolicyGroup
+from cluster.servers import ClusterServers
 from rollout import PolicyServers, rollout_hf, rollout_vllm
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
@@ -61,11 +67,6 @@ STALE = grpo_trainer.Config.max_logprob_diff  # limit at which the trainer stops
 SHARE = 0.3  # fraction of the GPU for servers next to the policy
 POLICY_SHARE = 0.6  # fraction of the GPU that the policy and a judge use in turns (colocate)
 TOP_P = 0.7
-PEAK = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA A100": 312e12,
-}  # dense bf16; the script measures the peak of other GPUs
 
 
 @dataclass
@@ -85,8 +86,7 @@ class Config:
 
 def make_models(work: Path, device=GPU):
     """Write the models `tiny` and `model` and rows for training to the directory `work`."""
-    config, rng = json.loads((work / "config.json").read_text()), random.Random(0)
-    tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
+    config, rng, tokenizer = json.loads((work / "config.json").read_text()), random.Random(0), toy_tokenizer()
     write_model(warm_start.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
     rows = [
         toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", index)
@@ -96,34 +96,8 @@ def make_models(work: Path, device=GPU):
     if config["model"] or config["size"] == "small":
         (work / "model").symlink_to(Path(config["model"] or work / "tiny").resolve())
     else:
-        shape = Qwen2Config(
-            vocab_size=151_936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-        with torch.device(device):  # A CPU would draw a billion random numbers slowly.
-            write_model(Qwen2ForCausalLM(shape), tokenizer, work / "model")
+        write_model(new_model("1b", device), tokenizer, work / "model")
     yield "made", True, config["model"] or config["size"]
-
-
-@torch.no_grad()
-def write_model(model, tokenizer, folder: Path) -> None:
-    """Save a model with its logits scaled to an entropy of about four nats.
-
-    For normally distributed logits the entropy is log V - variance / 2.
-    """
-    logits = model(torch.arange(64, device=model.device)[None]).logits
-    model.model.norm.weight *= math.sqrt(2 * (math.log(model.config.vocab_size) - 4)) / logits.std(-1).mean()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def load(work: Path, device, max_tokens=4096, **changes) -> policy.Policy:
@@ -139,10 +113,6 @@ def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
     tokenizer, rng = AutoTokenizer.from_pretrained(work / "model"), random.Random(0)
     texts = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(prompts)]
     return [policy.Sample({}, tokenizer.encode(text)) for text in texts for _ in range(8)]
-
-
-def groups_of(samples) -> list[list]:
-    return [samples[start : start + 8] for start in range(0, len(samples), 8)]
 
 
 def roll_out(learner, samples, length: int):
@@ -186,24 +156,6 @@ def agreement(work: Path, learner, who: str, fill, within_nucleus: bool):
         text = f"{off:.4f} nats apart on average, expected below {most:.2f}"
         yield f"{who} and trainer, {name}", off < most, text
     learner.config.temperature = 1.0
-
-
-def measure(device, function):
-    """Return the function's result, its seconds, the GPU's peak memory, and the peak above the start.
-
-    Memory is in GB and 0 on a CPU.
-    """
-    cuda, peak, before = torch.cuda if device.type == "cuda" else None, 0, 0
-    if cuda:
-        cuda.empty_cache()
-        cuda.reset_peak_memory_stats(device)
-        cuda.synchronize(device)
-        before = cuda.memory_allocated(device)
-    begun, result = time.perf_counter(), function()
-    if cuda:
-        cuda.synchronize(device)
-        peak = cuda.max_memory_allocated(device)
-    return result, time.perf_counter() - begun, 1e-9 * peak, 1e-9 * (peak - before)
 
 
 # ---- the checks: each yields rows (tested property, True, False or None for skipped, measurement)
@@ -340,36 +292,15 @@ def check_update(work: Path, device=GPU, length=1024):
         estimate = sum(gb or 0.0 for gb in plan_run.estimate_memory(config, device.type).values())
         if estimate < 0.8 * total:
             break
-    learner, samples, rng = load(work, device, budget), samples_of(work, 4), random.Random(0)
-    shape, weights = learner.model.config, sum(parameter.numel() for parameter in learner.model.parameters())
-    length = min(length, shape.max_position_embeddings // 2)
-    for sample in samples:
-        sample.response_ids = [rng.randrange(shape.vocab_size) for _ in range(length)]
-        sample.rollout_logprobs, sample.advantage = [0.0] * length, rng.gauss(0, 1)
-    learner.update(groups_of(samples), lr=0.0)  # warms up
-    _, seconds, peak, _ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
-    if not shape.tie_word_embeddings:
-        weights -= learner.model.get_input_embeddings().weight.numel()  # It is a lookup, not a product.
-    tokens, fastest = sum(len(sample.prompt_ids) + length for sample in samples), peak_of(device)
-    text = (
-        f"{6 * weights * tokens / seconds / fastest:.1%} of {1e-12 * fastest:.0f} TFLOP/s "
-        f"({1e-6 * weights:,.0f} M weights)"
-    )
-    yield "update: speed", True, f"{tokens / seconds:,.0f} tokens/s, {text}"
+    learner = load(work, device, budget)
+    length = min(length, learner.model.config.max_position_embeddings // 2)
+    found, _ = time_update(learner, random_samples(learner, length, 32), device)
+    peak, fastest, weights = found["peak_gb"], 1e-12 * peak_of(device), found["m_weights"]
+    text = f"{found['tokens_per_s']:,.0f} tokens/s, {found['of_peak']:.1%} of {fastest:.0f} TFLOP/s"
+    yield "update: speed", True, f"{text} ({weights:,.0f} M weights)"
     text = f"{peak:.1f} GB at the peak, {estimate:.1f} GB estimated, micro-batches of {budget} tokens"
     as_planned = 0.9 * estimate < peak < 1.1 * estimate or device.type == "cpu"  # The plan is only for GPUs.
     yield "update: memory, 0.9 to 1.1 times plan_run's estimate", as_planned, text
-
-
-def peak_of(device) -> float:
-    """Return bf16 operations per second: the vendor's figure, or the measured speed of a large product."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    for start, rate in PEAK.items():
-        if name.startswith(start) and not name.endswith(("NVL", "PCIe")):
-            return rate
-    size = 512 if name == "CPU" else 8192
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    return 40 * size**3 / min(measure(device, lambda: [a @ a for _ in range(20)])[1] for _ in range(3))
 
 
 def check_servers(work: Path, device=GPU, length=64):
@@ -439,33 +370,68 @@ def room_row(log: str, plan: str):
         yield "KV-cache capacity, 0.8 to 1.25 times plan_run's estimate", 0.8 < tokens / expected < 1.25, text
 
 
-def check_speed(work: Path, device=GPU, count=512, length=512):
-    """Measure tokens/s of a server with CUDA graphs (the default) and without (--enforce-eager)."""
-    learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
-    length = min(length, learner.model.config.max_position_embeddings // 2)
-    rates = {}
-    for name, arguments in (("off", ("--enforce-eager",)), ("on", ())):
-        settings = genrm_server.Config(
-            model="", gpu_share=SHARE, max_model_len=2 * length, queue_timeout=240,
-            log_dir=work / f"graphs_{name}", vllm_args=arguments,
-        )  # fmt: skip
-        servers, ready, *_ = measure(device, partial(PolicyServers, learner, tokenizer, settings))
-        options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
-        try:
-            rollout_vllm(servers, samples_of(work, 1), max_response_length=8, **options)  # warms up
-            samples = samples_of(work, count // 8)
-            _, seconds, *_ = measure(
-                device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
-            )
-        finally:
-            servers.shutdown()
-        rates[name] = count * length / seconds
-        what = f"{count} samples of {length} tokens, graphs {name}"
-        text = f"{rates[name]:,.0f} tokens/s, ready after {ready:.0f} s"
-        if name == "off":
-            yield what, True, text
-    faster = rates["on"] / rates["off"]
-    yield what, faster > 0.95, f"{text}; {faster:.2f} of the rate without, expected at least 0.95"
+def check_speed(work: Path, device=GPU, count=512, length=512, graphs=("off", "on")):
+    """Measure tokens/s of a server with CUDA graphs (the default) and without (--enforce-eager).
+
+    Compare them with the same requests without router and log-probabilities, and measure a weight sync. As in
+    all runs on GPUs, the policy is a rank, and the server is a Ray actor.
+    """
+    model, rates = str(work / "model"), {}
+    tokenizer, samples = AutoTokenizer.from_pretrained(model), samples_of(work, count // 8)
+    reward_loop.connect_ray()
+    share = dict(device=device.type, policy_gpu_share=1 - SHARE)
+    group = PolicyGroup(grpo_trainer.Config(model=model, train_file="", out_dir=str(work), **share), model)
+    try:
+        for name in graphs:
+            settings = genrm_server.Config(
+                model="", gpu_share=SHARE, max_model_len=2 * length, queue_timeout=240,
+                log_dir=work / f"graphs_{name}", vllm_args=("--enforce-eager",) * (name == "off"),
+            )  # fmt: skip
+            servers, ready, *_ = measure(device, partial(ClusterServers, group, tokenizer, settings))
+            options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
+            try:
+                rollout_vllm(servers, samples[:8], max_response_length=8, **options)  # warms up
+                _, seconds, *_ = measure(
+                    device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
+                )
+                rates[name] = count * length / seconds
+                text = f"{rates[name]:,.0f} tokens/s, ready after {ready:.0f} s"
+                yield f"{count} samples of {length} tokens, graphs {name}", True, text
+                if name == "on":
+                    _, bare, *_ = measure(device, lambda: ask_bare(servers, samples, length))
+                    text = f"{bare / seconds:.2f} times {count * length / bare:,.0f} tokens/s, expected 0.95"
+                    yield "tokens/s, as a fraction of those of bare vLLM", bare / seconds > 0.95, text
+                    first, again = (measure(device, servers.sync)[1] for _ in range(2))
+                    sent = 2e-9 * group.model_info()["numel"] / again
+                    yield "weight sync", True, f"{again:.2f} s (first {first:.2f} s), {sent:.2f} GB/s"
+            finally:
+                servers.shutdown()
+    finally:
+        group.shutdown()
+    if len(rates) == 2:
+        faster = rates["on"] / rates["off"]
+        yield "graphs on", faster > 0.95, f"{faster:.2f} of the rate without, expected at least 0.95"
+
+
+def ask_bare(servers, samples, length: int) -> None:
+    """Send the same requests to a server without the router, and without log-probabilities and token ids."""
+    url, config = servers.service.slots[0].url, servers.service.config
+    body = {"model": config.served_model_name, "max_tokens": length, "ignore_eos": True}
+
+    async def ask_all():
+        key = {"Authorization": f"Bearer {config.server_key}"}
+        options = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout())
+        async with aiohttp.ClientSession(headers=key, **options) as session:
+
+            async def ask(sample):
+                request = body | {"prompt": sample.prompt_ids}
+                async with session.post(f"{url}/v1/completions", json=request) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
+
+            await asyncio.gather(*map(ask, samples))
+
+    asyncio.run(ask_all())
 
 
 def check_ranks(work: Path, device=GPU, length=256):

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with the settings of grpo_trainer.py, for bench_trainer.py and time_to_score.py.
+"""TRL's GRPOTrainer with the settings of grpo_trainer.py, for bench_trainer.py and other benchmarks.
 
     pip install --target ~/trl --no-deps "trl==1.16.*" datasets multiprocess pandas
 
@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
-    """Return a GRPOTrainer for float32 on the CPU, whose `train` has not been called.
+    """Return a GRPOTrainer, for float32 on the CPU by default, whose `train` has not been called.
 
     Args:
         job: The settings: `model`, `folder` (for output), `threads`, `steps`, `samples` (per step), `group`
-            (samples per prompt), `length` (of a response), `lr`, `warmup` (steps), `checkpointing`, `seed`.
+            (samples per prompt), `length` (of a response), `lr`, `warmup` (steps), `checkpointing`, `seed`,
+            and optionally `options`, which replace arguments of GRPOConfig.
         reward: A reward function of TRL.
         rows: The columns of the training data, in the order of the steps.
         callback: A TrainerCallback.
@@ -25,7 +26,7 @@ def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
 
     torch.set_num_threads(job["threads"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    args = GRPOConfig(
+    arguments = dict(
         output_dir=job["folder"],
         use_cpu=True,
         bf16=False,
@@ -48,6 +49,7 @@ def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
         logging_strategy="no",
         disable_tqdm=True,
     )
+    args = GRPOConfig(**arguments | job.get("options", {}))
     # TRL's own warm-up begins at 0, and its weight decay excludes norms. Ours does neither.
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.1, fused=True)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / job["warmup"]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,10 +20,12 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import check_gpu
+import gpu_models
 import grpo_trainer
 import causal_lm
 import policy
 from cluster.placement import layout, process_specs
+from played import server
 
 CPU = torch.device("cpu")
 
@@ -104,8 +107,8 @@ def test_room_for_keys_and_values_beside_the_plan(tokens, holds):
 
 @pytest.mark.parametrize("seconds, holds", [([8.0, 4.0], True), ([4.0, 8.0], False)])
 def test_the_speed_with_graphs_beside_that_without(work, monkeypatch, seconds, holds):
-    """Use simulated servers to test their order, their flags and the ratio."""
-    started = []
+    """Use simulated servers to test their order, their flags and the ratios. Bare vLLM takes 3.9 s."""
+    started, seconds = [], [*seconds, 3.9, 1.0, 0.5]
 
     class Played:
         def __init__(self, learner, tokenizer, settings):
@@ -114,21 +117,44 @@ def test_the_speed_with_graphs_beside_that_without(work, monkeypatch, seconds, h
         def shutdown(self):
             started.append("ended")
 
+        def sync(self):
+            started.append("new weights")
+
+    group = SimpleNamespace(model_info=lambda: {"numel": 10**9}, shutdown=lambda: started.append("no rank"))
+    times = {"ClusterServers": Played, "PolicyGroup": lambda config, source: group, "ask_bare": print}
+    times["rollout_vllm"] = lambda servers, samples, **options: None
+    for name, played in times.items():
+        monkeypatch.setattr(check_gpu, name, played)
+    monkeypatch.setattr(check_gpu.reward_loop, "connect_ray", lambda: None)
+
     def measured(device, function):
         took = 1.0 if isinstance(function, partial) else seconds.pop(0)
         return function(), took, 0.0, 0.0
 
-    monkeypatch.setattr(check_gpu, "PolicyServers", Played)
-    monkeypatch.setattr(check_gpu, "rollout_vllm", lambda servers, samples, **options: None)
     monkeypatch.setattr(check_gpu, "measure", measured)
-    off, on = check_gpu.check_speed(work, CPU, count=16, length=8)
-    assert [settings.vllm_args for settings in started[::2]] == [("--enforce-eager",), ()]
-    assert started[1::2] == ["ended"] * 2
-    assert off[1] and on[1] is holds and on[2].startswith(f"{128 / (4 if holds else 8):,.0f} tokens/s"), on
+    off, on, bare, sync, ratio = check_gpu.check_speed(work, CPU, count=16, length=8)
+    assert [started[0].vllm_args, started[2].vllm_args] == [("--enforce-eager",), ()]
+    assert started[1] == "ended" and started[3:] == ["new weights"] * 2 + ["ended", "no rank"]
+    assert off[1] and ratio[1] is holds and on[2].startswith(f"{128 / (4 if holds else 8):,.0f} tokens/s"), on
+    assert bare[1] is holds and bare[2].startswith(f"{3.9 / (4 if holds else 8):.2f} times 33 tokens/s"), bare
+    assert sync == ("weight sync", True, "0.50 s (first 1.00 s), 4.00 GB/s")
+
+
+def test_bare_requests_ask_one_server_for_text_alone():
+    asked = []
+    with server(lambda path, body: asked.append((path, body)) or {}) as address:
+        settings = SimpleNamespace(served_model_name="m", server_key="k")
+        slots = [SimpleNamespace(url=f"http://{address}")]
+        servers = SimpleNamespace(service=SimpleNamespace(slots=slots, config=settings))
+        check_gpu.ask_bare(servers, [policy.Sample({}, [5, 6]), policy.Sample({}, [7])], 9)
+    expected = {"model": "m", "max_tokens": 9, "ignore_eos": True}
+    bodies = sorted((body for _, body in asked), key=lambda body: body["prompt"])
+    assert bodies == [expected | {"prompt": [5, 6]}, expected | {"prompt": [7]}]
+    assert {path for path, _ in asked} == {"/v1/completions"}
 
 
 def test_update(work, monkeypatch):
-    monkeypatch.setitem(check_gpu.PEAK, "CPU", 1e12)
+    monkeypatch.setitem(gpu_models.PEAK, "CPU", 1e12)
     speed, memory = check_gpu.check_update(work, CPU, length=8)
     assert speed[1] and "% of 1 TFLOP/s (1 M weights)" in speed[2] and memory[1], (speed, memory)
 

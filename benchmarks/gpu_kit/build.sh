@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Builds kit1.tar.xz (Ray, tyro) and kit2.tar.xz (vLLM with machine code for one GPU architecture) in this file's
-# folder. The archives contain the packages that a machine with a GPU and torch, but no network, lacks. They come
-# from the package registry. A build takes minutes and 2 GB of disk space.
+# Builds kit1.tar.xz (Ray, tyro), kit2.tar.xz (vLLM with machine code for one GPU architecture) and kit3.tar.xz (TRL,
+# Liger) in this file's folder. The archives contain the packages that a machine with a GPU and torch, but no network,
+# lacks. They come from the package registry. A build takes minutes and 2 GB of disk space.
 #   bash benchmarks/gpu_kit/build.sh [PYTHON3.12] [ARCHITECTURE: 90 is an H100 or H200]
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${1:-python3.12}
-rm -rf site1 site2 kit?.tar.xz
+rm -rf site? kit?.tar.xz
 
-for part in 1 2; do
+for part in 1 2 3; do
   sed -n "/^\[$part\]/,/^\[/{/^[[#]/!p}" packages.txt >"site$part.txt"
   "$python" -m pip install -q --no-deps --no-compile --only-binary=:all: --target "site$part" -r "site$part.txt"
   rm "site$part.txt"
@@ -24,12 +24,12 @@ done
   model_executor/layers/quantization/utils/configs)
 rm -rf site2/mistral_common/data/*.json* site2/tvm_ffi/{include,src} site?/bin
 "$python" slim_so.py "${2:-90}" site2/vllm/_C_stable_libtorch.abi3.so site2/vllm/vllm_flash_attn/*.so
-find site1 site2 \( -name '*.so*' -o -name raylet -o -name gcs_server \) -type f \
+find site? \( -name '*.so*' -o -name raylet -o -name gcs_server \) -type f \
   -exec strip --strip-unneeded {} + || true
-find site1 site2 \( -name __pycache__ -o -name tests -o -name '*.pyi' -o -name '*.a' \) -prune -exec rm -rf {} +
+find site? \( -name __pycache__ -o -name tests -o -name '*.pyi' -o -name '*.a' \) -prune -exec rm -rf {} +
 
-for part in 1 2; do
+for part in 1 2 3; do
   tar -C "site$part" --sort=name --mtime=@0 --owner=0 --group=0 -c . | xz --x86 --lzma2=preset=9 >"kit$part.tar.xz"
 done
-rm -rf site1 site2
+rm -rf site?
 ls -l kit?.tar.xz

@@ -1,0 +1,204 @@
+"""The three stages for a GPU, on a CPU: tiny models, a stand-in for vLLM, and a scripted TRL."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu_kit")]
+import check_gpu
+import gpu_models
+import stages
+from played import MODELS, stand_in_for_vllm
+from toy import warm_start
+
+TINY = dict(device="cpu", size="tiny")
+
+
+def lines_of(capfd):
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_speed_measures_each_way_and_continues_after_one_that_fails(tmp_path, monkeypatch, capfd):
+    """The same samples and weights give the same gradient with and without recomputed activations."""
+    monkeypatch.setitem(stages.WAYS, "unknown", dict(no_such_setting=1))
+    monkeypatch.setitem(stages.WAYS, "switched", {"causal_lm.LOGITS_AT_ONCE": {"cpu": 512 * 4, "cuda": 1}})
+    monkeypatch.setitem(gpu_models.PEAK, "CPU", 1e12)
+    rollouts = []
+
+    def check_speed(work, device, count, length, graphs):
+        rollouts.append((count, length, graphs, (work / "model/config.json").is_file()))
+        yield "weight sync", True, "0.1 s"
+
+    monkeypatch.setattr(check_gpu, "check_speed", check_speed)
+    ways = ("plain", "checkpointing", "unknown", "switched", "four mini-batches", "offload, checkpointing")
+    stages.speed(stages.Config("speed", ways=ways, length=16, **TINY), tmp_path)
+    made, *updates, sync = lines_of(capfd)
+    assert made["made"] == "tiny" and rollouts == [(8, 16, ("on",), True)]
+    assert {key: sync[key] for key in ("part", "property", "holds", "found")} == {
+        "part": "rollouts", "property": "weight sync", "holds": True, "found": "0.1 s"}  # fmt: skip
+    found = {line.get("way", "unknown"): line for line in updates}
+    assert list(found) == list(ways) and "no_such_setting" in found["unknown"]["error"]
+    plain = found["plain"]
+    assert plain["samples"] == 32 and plain["update_s"] > 0 and plain["planned_gb"] > 0
+    # 32 samples of 48 tokens: operations per second are tokens/s times operations per token.
+    operations = 6e6 * plain["m_weights"] + 6 * 2 * 64 * 48
+    assert plain["of_peak"] == pytest.approx(plain["tokens_per_s"] * operations / 1e12)
+    for way in ("checkpointing", "switched", "offload, checkpointing"):
+        assert found[way]["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4), way
+    assert found["four mini-batches"]["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-2)
+
+
+def test_every_way_has_settings_of_this_commit():
+    names = {field.name for field in dataclasses.fields(check_gpu.grpo_trainer.Config)}
+    for settings in stages.WAYS.values():
+        assert {name for name in settings if "." not in name} <= names
+    assert set(stages.Config("speed").ways) <= set(stages.WAYS)
+
+
+class PlayedTrainer:
+    """A GRPOTrainer whose steps take no time, with completions of 3 and 9 letters."""
+
+    def __init__(self, model, reward, args, data, processing_class, callbacks, optimizers):
+        (self.clock,), self.args, self.reward, self.rows = callbacks, args, reward, data
+
+    def train(self):
+        assert len(self.rows["prompt"]) == 8 * self.args["max_steps"]
+        assert self.reward([[{"content": "abc"}], [{"content": "abcdefghi"}]]) == [3 / 6, 2 / 6]
+        for step in range(1, 1 + self.args["max_steps"]):
+            self.clock.on_step_begin(None, None, None)
+            self.clock.on_step_end(None, None, None)
+            state = SimpleNamespace(global_step=step)
+            self.clock.on_log(None, state, None, {"completions/mean_length": 6.0})
+            self.clock.on_log(None, state, None, {"train_runtime": 1.0})
+
+
+@pytest.fixture
+def trl(monkeypatch):
+    arguments = []
+    config = lambda **options: arguments.append(options) or options  # noqa: E731
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOConfig=config, GRPOTrainer=PlayedTrainer))
+    datasets = SimpleNamespace(Dataset=SimpleNamespace(from_dict=dict))
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    return arguments
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_steps_of_trl_are_followed_like_ours(device, tmp_path, trl, monkeypatch, tokenizer):
+    warm_start.new_model(len(tokenizer), seed=0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": "?"}]}] * 32
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    monkeypatch.setattr(stages.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(stages.os, "environ", dict(os.environ))
+    stages.run_trl(str(tmp_path), "5", "16", device)
+    (arguments,) = trl
+    assert arguments["max_steps"] == 5 and arguments["num_generations"] == 8
+    assert arguments["max_completion_length"] == 16 and arguments["logging_strategy"] == "steps"
+    batch = arguments["per_device_train_batch_size"] * arguments.get("gradient_accumulation_steps", 1)
+    assert batch == 64 and arguments["use_cpu"] is (device == "cpu")
+    assert arguments.get("vllm_mode") == {"cpu": None, "cuda": "colocate"}[device]
+    ended = SimpleNamespace(poll=lambda: 0, returncode=0)
+    *steps, last = stages.follow({"trl": ended}, tmp_path)
+    assert [step.get("step") for step in steps] == [None, 1, 2, 3, 4, 5]
+    assert steps[1]["response_length/mean"] == 6.0 and list(last["medians"]) == ["time/step"]
+
+
+def test_a_run_that_fails_shows_the_end_of_its_log_and_the_others_continue(tmp_path, capfd):
+    (tmp_path / "good").mkdir()
+    written = 'echo \'{"step": 0}\n{"step": 1, "time/step": 2.0, "other": 3}\' > good/metrics.jsonl'
+    commands = {
+        "bad": ["bash", "-c", "echo no room; exit 3"],
+        "good": ["bash", "-c", f"cd {tmp_path}; {written}"],
+    }
+    with stages.started(commands, tmp_path) as runs:
+        stages.say("fapo", stages.follow(runs, tmp_path))
+    lines = [{k: line[k] for k in line if k not in ("part", "after")} for line in lines_of(capfd)]
+    assert {"run": "bad", "error": "no room"} in lines
+    good = [line for line in lines if line["run"] == "good"]
+    assert good == [{"run": "good", "step": 0}, {"run": "good", "step": 1, "time/step": 2.0},
+                    {"run": "good", "medians": {"time/step": 2.0}}]  # fmt: skip
+
+
+def test_what_was_started_ends_with_its_children(tmp_path):
+    with stages.started({"sleeps": ["bash", "-c", "sleep 600 & echo $!; wait"]}, tmp_path) as runs:
+        while not (tmp_path / "sleeps.log").read_text().strip():
+            pass
+    child = (tmp_path / "sleeps.log").read_text().strip()
+    assert runs["sleeps"].returncode == -9
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [("speed --ways odd", "--ways odd: no such way"), ("fapo --judge /nowhere", "has no config.json")],
+)
+def test_bad_input_is_rejected_first(arguments, error, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["stages.py", *arguments.split()])
+    with pytest.raises(SystemExit, match=error):
+        stages.main()
+
+
+@pytest.mark.slow
+def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, capfd, one_ray):
+    """The trainers and the router are real, and a stand-in for vLLM serves the judge."""
+    monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "vllm"))
+    config = stages.Config("fapo", judge=MODELS / "judge", device="cpu", steps=2)
+    stages.say("fapo", stages.fapo(config, tmp_path))
+    lines = lines_of(capfd)
+    assert not [line for line in lines if "error" in line], lines
+    steps = [(line["run"], line["step"]) for line in lines if "step" in line]
+    assert sorted(steps) == [(run, step) for run in ("baseline", "fapo") for step in range(3)]
+    last = next(line for line in lines if line.get("run") == "fapo" and line.get("step") == 2)
+    assert last["time/reward_wait"] >= 0 and "val/toy/mean@1" in last
+    assert "| FAPO, step 2 |" in lines[-1]["table"]
+
+
+@pytest.mark.slow
+def test_trl_that_is_missing_is_an_error_and_our_steps_are_measured(tmp_path, capfd, one_ray):
+    config = stages.Config("trl", length=8, steps=2, **TINY)
+    stages.say("trl", stages.trl(config, tmp_path))
+    made, error, *ours = lines_of(capfd)
+    assert made["models"] == "small" and error["run"] == "trl" and "No module named" in error["error"]
+    assert [line.get("step") for line in ours[:-1]] == [0, 1, 2] and ours[-1]["medians"]["time/step"] > 0
+
+
+@pytest.mark.slow
+def test_speed_measures_rollouts_and_a_sync_on_servers(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "vllm"))
+    try:
+        stages.speed(stages.Config("speed", ways=("plain",), length=16, **TINY), tmp_path)
+    finally:
+        ray.shutdown()
+    rows = {line["property"]: line["found"] for line in lines_of(capfd) if line["part"] == "rollouts"}
+    assert (
+        "tokens/s" in rows["tokens/s, as a fraction of those of bare vLLM"] and "GB/s" in rows["weight sync"]
+    )
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without the repository")
+def test_the_packed_tree_has_what_a_stage_needs_and_not_the_rest(tmp_path):
+    judge, data, tree = (tmp_path / name for name in ("judge", "data", "tree"))
+    for folder in (judge / "optimizer", data / "policy", data / "judge"):
+        folder.mkdir(parents=True)
+    for file in (judge / "config.json", judge / "optimizer/big", data / "toy_train.parquet"):
+        file.write_text("{}")
+    pack = ["bash", str(ROOT / "benchmarks/gpu_kit/pack.sh"), tree, judge, data]
+    done = subprocess.run(pack, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{tree}: " in done.stdout and " MiB" in done.stdout, done.stderr
+    needed = ["grpo_trainer.py", "recipes/toy_runs.sh", "benchmarks/check_gpu.py", "toy/report.py"]
+    needed += ["data/toy/toy_train.parquet", "data/toy/policy", stages.Config.judge / "config.json"]
+    assert [name for name in needed if not (tree / name).exists()] == []
+    left = ["tests", "docs", "toy/models", "data/toy/judge", stages.Config.judge / "optimizer"]
+    assert [name for name in left if (tree / name).exists()] == []
+    again = subprocess.run(pack, capture_output=True, text=True)
+    assert again.returncode == 2 and "exists; pass a new folder" in again.stderr
