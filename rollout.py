@@ -22,6 +22,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
@@ -192,6 +193,28 @@ class Answer(msgspec.Struct):
     choices: list[Choice]
 
 
+class TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        return [token.logprob for token in self.content]
+
+
+class TokenChoice(Choice):
+    logprobs: TokenLogprobs
+
+
+class TokenAnswer(msgspec.Struct):
+    """The same fields of a response of vLLM's token endpoint."""
+
+    choices: list[TokenChoice]
+
+
 def rollout_vllm(
     servers,
     samples: list[Sample],
@@ -216,11 +239,10 @@ def rollout_vllm(
         rollout_batch_size: Number of concurrent requests per server.
         on_finished: Called with each sample as soon as it ends.
     """
-    address = servers.service.router_address
     settings = sampling_parameters(temperature, top_p, eos_ids) | {"max_tokens": max_response_length}
 
     async def roll_out(session, sample):
-        choice = await request_completion(session, address, settings | {"prompt": sample.prompt_ids})
+        choice = await request_completion(session, servers, settings | {"prompt": sample.prompt_ids})
         sample.response_ids = choice.token_ids
         sample.rollout_logprobs = choice.logprobs.token_logprobs
         sample.truncated = choice.token_ids[-1] not in eos_ids
@@ -266,16 +288,43 @@ def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
     )
 
 
-async def request_completion(session, address, body, headers=None) -> Choice:
-    """Send one request and return the completion.
+# vLLM 0.32 has an endpoint for token ids. With the same results, it costs less CPU time per token than
+# /v1/completions. Older versions cannot enable it, or answer in another form.
+TOKEN_ENDPOINT = "/inference/v1/generate"
+ENABLE_TOKENS = "--enable-scale-out"
+
+
+def can_enable_tokens() -> bool:
+    """Return whether the vLLM of this machine has the flag ENABLE_TOKENS."""
+    vllm = find_spec("vllm")
+    if not vllm:
+        return False
+    files = Path(vllm.submodule_search_locations[0], "entrypoints").rglob("cli_args.py")
+    return any("enable_scale_out" in file.read_text() for file in files)
+
+
+def token_request(body: dict) -> dict:
+    """Translate a request for /v1/completions into one for the token endpoint."""
+    parameters = body | {"detokenize": "stop" in body}  # Only stop texts need the text.
+    prompt = parameters.pop("prompt")
+    parameters.pop("return_token_ids")
+    return {"token_ids": prompt, "sampling_params": parameters}
+
+
+async def request_completion(session, servers, body, headers=None) -> Choice:
+    """Send one request for /v1/completions, or for the servers' token endpoint, and return the completion.
 
     Raises RuntimeError after six failed attempts, or after two timeouts of the router, which may take hours.
     """
+    address = servers.service.router_address
+    path, answer_type, request = "/v1/completions", Answer, body
+    if servers.has_token_endpoint:
+        path, answer_type, request = TOKEN_ENDPOINT, TokenAnswer, token_request(body)
     timeouts = 0
     for pause in (0, 1, 2, 4, 8, 16):
         await asyncio.sleep(pause)
         try:
-            async with session.post("/v1/completions", json=body, headers=headers) as answer:
+            async with session.post(path, json=request, headers=headers) as answer:
                 status = answer.status
                 text = await answer.text()
         except (aiohttp.ClientError, OSError) as error:  # A server or the router has died.
@@ -290,10 +339,13 @@ async def request_completion(session, address, body, headers=None) -> Choice:
             print(f"policy servers at {address}: {text[:300]}; retrying the request once", flush=True)
     if status != 200:
         raise RuntimeError(f"policy servers at {address}: a request failed with HTTP {status}: {text[:300]}")
-    choice = msgspec.json.decode(text, type=Answer).choices[0]
+    choice = msgspec.json.decode(text, type=answer_type).choices[0]
     if choice.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"policy servers at {address}: a response has the unknown finish_reason "
                            f"{choice.finish_reason!r}")  # fmt: skip
+    if choice.finish_reason == "length" and len(choice.token_ids) < body["max_tokens"]:
+        raise RuntimeError(f"policy servers at {address}: a response ended after {len(choice.token_ids)} of "
+                           f"{body['max_tokens']} tokens; raise vLLM's --max-model-len")  # fmt: skip
     return choice
 
 
@@ -329,6 +381,8 @@ class PolicyServers:
         self.contents = path, model_files(info, tokenizer)  # arguments of a WeightFolder
         # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+        if can_enable_tokens():
+            fixed += (ENABLE_TOKENS,)
         config = replace(
             config,
             model=path,
@@ -341,6 +395,7 @@ class PolicyServers:
         self.folder = WeightFolder(*self.contents)  # resolve_config checks that the folder exists.
         try:
             self.start(resolve_config(config))
+            self.has_token_endpoint = ENABLE_TOKENS in config.vllm_args and self.reads_tokens()
         except BaseException:
             self.shutdown()
             raise
@@ -349,6 +404,12 @@ class PolicyServers:
         from genrm_server import ModelServers
         self.write_weights()
         self.service = ModelServers(config, "policy", before_joining=self.reload)
+
+    def reads_tokens(self) -> bool:
+        """Return whether a server has the token endpoint. It then rejects an empty prompt, not the path."""
+        from genrm_server import request
+        key, url = self.service.config.server_key, self.service.slots[0].url
+        return request("POST", url + TOKEN_ENDPOINT, {"token_ids": []}, key)[0] in (400, 422)
 
     def write_weights(self):
         # A tied head shares the embedding's memory, which save_file rejects, so all weights are cloned.

@@ -74,8 +74,8 @@ class Config:
     host: str = "127.0.0.1"  # Address to listen on. 0.0.0.0 opens it to the network: set an API key then.
     port: int = 30000  # Port to listen on. 0: choose a free port and print it.
     # Paths to forward, including all paths below them. /: forward every path.
-    forward: tuple[str, ...] = ("/v1", "/generate", "/classify", "/pooling", "/score", "/rerank",
-                                "/tokenize", "/detokenize")
+    forward: tuple[str, ...] = ("/v1", "/generate", "/inference/v1/generate", "/classify", "/pooling",
+                                "/score", "/rerank", "/tokenize", "/detokenize")
     # How the router chooses a server: each in turn, or the one with the fewest running requests.
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
     max_attempts: int = 3  # Maximum number of servers to try for one request.

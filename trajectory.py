@@ -857,10 +857,9 @@ class Wave:
             request["stop"] = list(turn.stop)
         if turn.stop_ids:
             request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
-        address = self.servers.service.router_address
         headers = {"X-Session-Id": turn.session}
         # In a task of the group, a failure of the servers ends the run even if the function catches it.
-        choice = await self.tasks.create_task(request_completion(session, address, request, headers))
+        choice = await self.tasks.create_task(request_completion(session, self.servers, request, headers))
         return choice.token_ids, choice.logprobs.token_logprobs
 
     async def ask_in_rounds(self, turn: TurnRequest):

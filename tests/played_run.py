@@ -36,6 +36,7 @@ class PlayedServers:
 
     def __init__(self, version: int, generate):
         self.version, self.generate, self.generating = version, generate, 0
+        self.has_token_endpoint = False
         self.service, self.config = self, SimpleNamespace(api_key="", num_servers=1)
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

@@ -5,6 +5,7 @@ the servers' weights.
 import asyncio
 import json
 import math
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,23 +145,36 @@ def test_sampling_follows_the_distribution_and_top_p():
 # ---- on vLLM servers
 
 
-@pytest.mark.parametrize("script, tries", [(["cut", "500", "fine"], 3), (["400"], 1)])
+PARAMETERS = {"temperature": 1.0, "top_p": 1.0, "logprobs": 0, "stop_token_ids": [1], "ignore_eos": True}
+PARAMETERS |= {"max_tokens": 9}
+ASKED = {  # whether the servers have the token endpoint -> what they get
+    False: ("/v1/completions", PARAMETERS | {"prompt": [5, 6], "return_token_ids": True}),
+    True: (
+        "/inference/v1/generate",
+        {"token_ids": [5, 6], "sampling_params": PARAMETERS | {"detokenize": False}},
+    ),
+}
+
+
+@pytest.mark.parametrize("tokens", ASKED, ids=("completions", "tokens"))
+@pytest.mark.parametrize("script, tries", [(["cut", "500", "fine"], 3), (["400"], 1), (["short"], 1)])
 def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(
-    script, tries, monkeypatch
+    script, tries, tokens, monkeypatch
 ):
-    """Use a scripted HTTP server: half a response, an error, a response."""
+    """Use a scripted HTTP server: half a response, an error, a response, and one that ends too soon."""
     asked, left = [], list(script)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, body))
             act = left.pop(0)
-            self.send_response(200 if act in ("cut", "fine") else int(act))
-            choice = {
-                "finish_reason": "stop",
-                "token_ids": [4, 1],
-                "logprobs": {"token_logprobs": [-0.5, -0.25]},
-            }
+            self.send_response(int(act) if act.isdigit() else 200)
+            logprobs = {"token_logprobs": [-0.5, -0.25]}
+            if tokens:
+                logprobs = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 1, "logprob": -0.25}]}
+            reason = "length" if act == "short" else "stop"
+            choice = {"finish_reason": reason, "token_ids": [4, 1], "logprobs": logprobs}
             answer = json.dumps({"choices": [choice]}).encode()
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -177,19 +191,21 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     servers = SimpleNamespace(
         service=SimpleNamespace(router_address=f"127.0.0.1:{http.server_port}", config=config),
         check=lambda: None,
+        has_token_endpoint=tokens,
     )
     (sample,), settings = (
         samples_of([[5, 6]], 1),
         dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1),
     )
     try:
-        if script == ["400"]:
-            with pytest.raises(RuntimeError, match="HTTP 400"):
+        if tries == 1:
+            failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
+            with pytest.raises(RuntimeError, match=failure[script[0]]):
                 rollout.rollout_vllm(servers, [sample], **settings)
         else:
             rollout.rollout_vllm(servers, [sample], **settings)
             assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
-        assert len(asked) == tries and asked[0]["prompt"] == [5, 6] and asked[0]["max_tokens"] == 9
+        assert asked == [ASKED[tokens]] * tries
     finally:
         http.shutdown()
         http.server_close()
@@ -209,9 +225,10 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         address = "{}:{}".format(*runner.addresses[0])
+        servers = SimpleNamespace(service=SimpleNamespace(router_address=address), has_token_endpoint=False)
         async with aiohttp.ClientSession(f"http://{address}") as session:
             with pytest.raises(RuntimeError, match="HTTP 504"):
-                await rollout.request_completion(session, address, {"prompt": [1]})
+                await rollout.request_completion(session, servers, {"prompt": [1]})
         await runner.cleanup()
 
     asyncio.run(ask())
@@ -245,9 +262,20 @@ def test_the_batch_size_is_that_of_each_server_as_far_as_there_are_ports(size, p
     with server(answer) as address:
         config = SimpleNamespace(api_key="", num_servers=2)
         started = SimpleNamespace(router_address=address, config=config)
-        servers = SimpleNamespace(service=started, check=lambda: None)
+        servers = SimpleNamespace(service=started, check=lambda: None, has_token_endpoint=False)
         rollout.rollout_vllm(servers, samples_of([[5, 6]], 20), **settings)
     assert most[0] == 6
+
+
+@pytest.mark.parametrize("flags, found", [("enable_scale_out: bool", True), ("tokens_only: bool", False)])
+def test_the_token_endpoint_is_used_if_this_vllm_can_enable_it(flags, found, tmp_path, monkeypatch):
+    file = tmp_path / "vllm/entrypoints/launchers/cli_args.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(flags)
+    (tmp_path / "vllm/__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert rollout.can_enable_tokens() is found
 
 
 def tied_policy(tokenizer):
@@ -297,6 +325,7 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
     servers = rollout.PolicyServers(policy, tokenizer, settings)
     try:
+        assert servers.has_token_endpoint  # This vLLM is 0.32 or newer.
         assert (
             served_difference(servers, policy) < 1e-5
             and served_difference(servers, policy, temperature=1.3) < 1e-5

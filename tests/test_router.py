@@ -1404,6 +1404,7 @@ NOT_FORWARDED = [
     "/collective_rpc",
     "/pause",
     "/reset_prefix_cache",
+    "/inference/v1/abort_requests",
     "/shutdown",
     "//sleep",
     "/v1/../sleep",
@@ -1423,7 +1424,7 @@ async def test_what_controls_a_server_is_not_forwarded():
                 status, text, _ = await it.ask(method, aiohttp.client.URL(it.url + path, encoded=True))
                 assert status == 404 and "--forward" in json.loads(text)["error"]["message"], path
         assert not up.seen
-        for fine in ("/v1", "/v1/chat/completions", "/classify", "/tokenize?x=/../"):
+        for fine in ("/v1", "/inference/v1/generate", "/classify", "/tokenize?x=/../"):
             assert (await it.ask("POST", fine))[0] == 200
 
 

@@ -1250,7 +1250,7 @@ def said(ids):
     return {"choices": [{"finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}]}
 
 
-def with_servers(answer, function, tokenizer, eos_ids, length=300, groups=None, **options):
+def with_servers(answer, function, tokenizer, eos_ids, length=300, groups=None, tokens=False, **options):
     """Roll out on a scripted server."""
     groups = groups or new_groups([[5, 6]], 1)
     rollouts = RolloutRunner(function, tokenizer, **options)
@@ -1261,7 +1261,7 @@ def with_servers(answer, function, tokenizer, eos_ids, length=300, groups=None, 
             service = SimpleNamespace(router_address=address, config=config)
             rollouts.roll_out(
                 groups,
-                servers=SimpleNamespace(service=service, check=lambda: None),
+                servers=SimpleNamespace(service=service, check=lambda: None, has_token_endpoint=tokens),
                 max_response_length=length,
                 temperature=1.0,
                 eos_ids=eos_ids,
@@ -1618,6 +1618,32 @@ def test_each_trajectory_proceeds_at_its_own_pace_in_a_session_of_its_own(tokeni
     assert first["stop"] == ["3"] and first["max_tokens"] == 9
     longest = max(asked, key=lambda request: len(request["prompt"]))
     assert longest["max_tokens"] == 300 - (len(longest["prompt"]) - 2)
+
+
+def test_a_stop_text_makes_the_token_endpoint_decode(tokenizer):
+    """The server finds stop texts in decoded text. Other requests need no text."""
+    asked = []
+
+    def answer(path, body):
+        asked.append((path, body["token_ids"], body["sampling_params"]))
+        return {
+            "choices": [{
+                "finish_reason": "stop",
+                "token_ids": [20],
+                "logprobs": {"content": [{"logprob": -0.5}]},
+            }]
+        }  # fmt: skip
+
+    async def function(trajectory):
+        await trajectory.generate(stop="3", max_tokens=9)
+        await trajectory.generate(max_tokens=1)
+
+    sample = with_servers(answer, function, tokenizer, {1}, tokens=True)
+    assert sample.response_ids == [20, 20] and sample.rollout_logprobs == [-0.5, -0.5]
+    (path, ids, first), (_, later_ids, second) = asked
+    assert path == "/inference/v1/generate" and ids == [5, 6] and later_ids == [5, 6, 20]
+    assert first["stop"] == ["3"] and first["detokenize"] and first["max_tokens"] == 9
+    assert "stop" not in second and not second["detokenize"]
 
 
 def test_servers_that_fail_end_the_run_whatever_the_function_catches(tokenizer, monkeypatch):
