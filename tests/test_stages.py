@@ -129,6 +129,22 @@ def test_a_run_that_fails_shows_the_end_of_its_log_and_the_others_continue(tmp_p
                     {"run": "good", "medians": {"time/step": 2.0}}]  # fmt: skip
 
 
+def test_an_evaluation_is_shown_although_its_step_was(tmp_path):
+    path, polls = tmp_path / "run/metrics.jsonl", iter([None, 0])
+    path.parent.mkdir()
+    path.write_text('{"step": 0}\n{"step": 1, "time/step": 2.0}\n')
+
+    def poll():
+        state = next(polls)
+        if state == 0:
+            path.write_text('{"step": 0}\n{"step": 1, "time/step": 2.0, "val/toy/mean@1": 0.5}\n')
+        return state
+
+    found = list(stages.follow({"run": SimpleNamespace(poll=poll, returncode=0)}, tmp_path))
+    step = {"run": "run", "step": 1, "time/step": 2.0}
+    assert found[1:] == [step, step | {"val/toy/mean@1": 0.5}, {"run": "run", "medians": {"time/step": 2.0}}]
+
+
 def test_what_was_started_ends_with_its_children(tmp_path):
     with stages.started({"sleeps": ["bash", "-c", "sleep 600 & echo $!; wait"]}, tmp_path) as runs:
         while not (tmp_path / "sleeps.log").read_text().strip():
@@ -157,8 +173,8 @@ def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, ca
     lines = lines_of(capfd)
     assert not [line for line in lines if "error" in line], lines
     steps = [(line["run"], line["step"]) for line in lines if "step" in line]
-    assert sorted(steps) == [(run, step) for run in ("baseline", "fapo") for step in range(3)]
-    last = next(line for line in lines if line.get("run") == "fapo" and line.get("step") == 2)
+    assert sorted(set(steps)) == [(run, step) for run in ("baseline", "fapo") for step in range(3)]
+    *_, last = (line for line in lines if line.get("run") == "fapo" and line.get("step") == 2)
     assert last["time/reward_wait"] >= 0 and "val/toy/mean@1" in last
     assert "| FAPO, step 2 |" in lines[-1]["table"]
 
@@ -167,9 +183,11 @@ def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, ca
 def test_trl_that_is_missing_is_an_error_and_our_steps_are_measured(tmp_path, capfd, one_ray):
     config = stages.Config("trl", length=8, steps=2, **TINY)
     stages.say("trl", stages.trl(config, tmp_path))
-    made, error, *ours = lines_of(capfd)
-    assert made["models"] == "small" and error["run"] == "trl" and "No module named" in error["error"]
-    assert [line.get("step") for line in ours[:-1]] == [0, 1, 2] and ours[-1]["medians"]["time/step"] > 0
+    lines = lines_of(capfd)
+    (error,) = (line for line in lines if "error" in line)
+    assert lines[0]["models"] == "small" and error["run"] == "trl" and "No module named" in error["error"]
+    ours = [line for line in lines if line.get("run") == "ours"]
+    assert {line["step"] for line in ours[:-1]} == {0, 1, 2} and ours[-1]["medians"]["time/step"] > 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -117,14 +116,15 @@ def started(commands: dict[str, list[str]], work: Path, **environment):
 
 def follow(runs: dict, work: Path):
     """Yield the metrics of each step when a run logs it, and the medians, or the error, when a run ends."""
-    runs, seen = dict(runs), Counter()
+    runs, seen = dict(runs), {}
     while runs:
         ended = [name for name, run in runs.items() if run.poll() is not None]  # before the last look
         for name in runs:
             lines, _ = read_lines(work / name / "metrics.jsonl")
-            for line in lines[seen[name] :]:
-                yield {"run": name} | {k: line[k] for k in line if k in SHOWN or k.startswith("time/")}
-            seen[name] = len(lines)
+            for number, line in enumerate(lines):
+                if seen.get((name, number)) != line:  # An evaluation adds its values to the line of its step.
+                    seen[name, number] = line
+                    yield {"run": name} | {k: line[k] for k in line if k in SHOWN or k.startswith("time/")}
         for name in ended:
             steps = read_lines(work / name / "metrics.jsonl")[0][1:]
             if runs.pop(name).returncode or not steps:
