@@ -44,7 +44,7 @@ import tyro
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import compute_score
 import genrm_server
 import grpo_trainer
