@@ -347,8 +347,8 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     runs = evidence.read()
     (run,) = evidence.of(runs, "fapo_judge", "shop0")
     found = [one["after"]["shop/truly_correct/mean@1"] for one in evidence.of(runs, "fapo", "shop0")]
-    oracle = f"{statistics.median(found):.2f}"[1:]
-    before, after = (f"{run[when]['shop/truly_correct/mean@1']:.2f}"[1:] for when in ("before", "after"))
+    oracle = f"{statistics.median(found):.2f}"
+    before, after = (f"{run[when]['shop/truly_correct/mean@1']:.2f}" for when in ("before", "after"))
     assert f"from {before} to {after} in one run" in text and f"they rise to {oracle} (median" in text
     counts = run["verdicts"]
     assert f"read {sum(one[2] for one in counts.values()):,} correct answers" in text
@@ -363,7 +363,7 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
         worth.append(evidence.earned(evidence.of(runs, name, "shop0"), "after"))
     assert "earns more of the same reward ({} against {})".format(*worth) in text
     for kind, sentence in (("other", "They end at {} of"), ("wrong_sum", "wrong sums end at {},")):
-        assert sentence.format(f"{run['after'][f'shop/flawed_{kind}/mean@1']:.2f}"[1:]) in text
+        assert sentence.format(f"{run['after'][f'shop/flawed_{kind}/mean@1']:.2f}") in text
 
 
 def test_the_table_of_padding_is_that_of_the_script(tmp_path):

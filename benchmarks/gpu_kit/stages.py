@@ -47,6 +47,8 @@ RECOMPUTED = dict(gradient_checkpointing=True)
 WAYS = {
     "plain": {},
     "four mini-batches": dict(mini_batch_size=1),
+    "four mini-batches, sampler's log-probabilities": dict(mini_batch_size=1, sampler_logprobs=True),
+    "compiled layers": dict(compile_layers=True),
     "checkpointing": RECOMPUTED,
     "LoRA": dict(lora_rank=32),
     "LoRA, checkpointing": dict(lora_rank=32) | RECOMPUTED,
@@ -68,7 +70,7 @@ class Config:
     judge: Path = Path("outputs/demo_seed0/judge/checkpoints/step_60")  # Trained judge of the stage fapo.
     device: Literal["cuda", "cpu"] = "cuda"  # cpu: a dry run.
     size: Literal[tuple(gpu_models.SHAPES)] = "1b"  # Shape of the model, for speed and trl.
-    ways: tuple[str, ...] = tuple(WAYS)[:3]  # Names in WAYS, for speed.
+    ways: tuple[str, ...] = tuple(WAYS)[:5]  # Names in WAYS, for speed.
     tokens: int = 16384  # Maximum number of tokens per micro-batch, for speed.
     length: int = 0  # Tokens per response; 0: 1,024 for speed and 512 for trl.
     steps: int = 0  # Training steps; 0: 60 for fapo and 5 for trl.
@@ -284,7 +286,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--trl"]:  # this script as a child process
         return run_trl(*sys.argv[2:])
     config = tyro.cli(Config, description=__doc__)
-    if unknown := set(config.ways) - set(WAYS):
+    unknown = set(config.ways) - set(WAYS)
+    if unknown:
         raise SystemExit(f"error: --ways {sorted(unknown)[0]}: no such way; choose from {', '.join(WAYS)}")
     if config.stage == "fapo" and not (config.judge / "config.json").is_file():
         raise SystemExit(f"error: --judge {config.judge}: has no config.json; run make demo, or pass a judge")
