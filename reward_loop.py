@@ -215,6 +215,8 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in required
     if "reward_model_tokenizer" not in models or not needs_tokenizer:  # Loading a tokenizer takes seconds.
         tokenizer = None
+    elif Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).absolute())  # Workers of a running Ray have another working directory.
     return Job(
         function=f"{path}:{name}",
         kwargs=models | settings,
