@@ -216,7 +216,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     if "reward_model_tokenizer" not in models or not needs_tokenizer:  # Loading a tokenizer takes seconds.
         tokenizer = None
     elif Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())  # Workers of a running Ray have another working directory.
+        tokenizer = str(Path(tokenizer).absolute())  # Workers may have another working directory.
     return Job(
         function=f"{path}:{name}",
         kwargs=models | settings,

@@ -33,27 +33,24 @@ def no_ray_is_left():
     assert not (ray and ray.is_initialized()), "a test of this file left its Ray behind"
 
 
-@pytest.fixture(scope="session")
-def cluster():
-    """Return the address of a Ray cluster that one file after another joins: a start takes seconds."""
-    import forked
-
-    with forked.ray_cluster() as address:
-        yield address
-
-
 @pytest.fixture(scope="module")
-def one_ray(cluster):
-    """Let the runs of a file join one Ray cluster, also those in other processes."""
+def one_ray():
+    """Share one Ray cluster among all runs of a file, including those in other processes."""
     import ray
 
     import reward_loop
 
+    reward_loop.connect_ray()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", cluster)
-        reward_loop.connect_ray()
+        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(one_ray):
+    """Return the address of the file's Ray cluster."""
+    return one_ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="session")

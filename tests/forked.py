@@ -1,4 +1,4 @@
-"""Scripts and Ray's workers in processes that are forked from one that has imported torch and transformers.
+"""Scripts in processes that are forked from one that has imported torch and transformers.
 
 These imports take most of a script's start. No file of this repository is among them, so each script
 imports its own files, from the folder in which it runs. Ray is not among them either, because it reads
@@ -9,7 +9,6 @@ handlers.
     done = forked.run(["score_file.py", "--data", ...])     # like subprocess.run(..., capture_output=True)
     process = forked.Script(["grpo_trainer.py", ...], log)  # like subprocess.Popen
     env = os.environ | {"PATH": forked.on_path(tmp_path)}   # for shell scripts that call `python`
-    with forked.ray_cluster() as address: ...               # a Ray cluster whose workers start like this
 
 Not covered: options of Python itself, and environment variables that Python or torch read when they are
 imported, such as OMP_NUM_THREADS. Tests of the start itself, of Ctrl-C in a run, or of what other processes
@@ -31,11 +30,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from pathlib import Path
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
@@ -194,56 +191,11 @@ def end(script) -> None:
     os._exit(code)
 
 
-@contextlib.contextmanager
-def ray_cluster(**settings):
-    """Start a Ray cluster, separate from those that run on this machine, and yield its address."""
-    from ray._private import services
-    from ray.cluster_utils import Cluster
-
-    get_node = services.get_node
-
-    def wait_for_node(*arguments):
-        """Wait a minute for a node: Ray's 30 s are too short on a busy machine."""
-        end = time.monotonic() + 60
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-
-    settings = dict(num_cpus=2, object_store_memory=10**9, include_dashboard=False) | settings
-    settings["setup_worker_path"] = __file__
-    with patch.object(services, "get_node", wait_for_node), patch.dict(os.environ, FORKED=address()):
-        for attempts_left in range(4, -1, -1):  # A raylet gives up if its agents do not start within 30 s.
-            try:
-                cluster = Cluster(initialize_head=True, head_node_args=settings)
-                break
-            except Exception:
-                if not attempts_left:
-                    raise
-    try:
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-
-
-def main() -> None:
-    what, *rest = sys.argv[1:]
-    if what == "serve":
-        script = serve(*rest)
-        end(lambda: become(*script))
-    if what == "run":
-        where, *rest = rest
-    else:  # Ray starts a worker: the script is Ray's.
-        if any(one.startswith("--serialized-runtime-env-context") for one in rest):
-            real = str(Path(what).with_name("setup_worker.py"))
-            os.execv(sys.executable, [sys.executable, real, what, *rest])
-        where, rest = os.environ["FORKED"], [what, *(one for one in rest if "--language=" not in one)]
-    code = Script(rest, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin).wait()
-    sys.exit(code if code >= 0 else 128 - code)
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "serve":
+        script = serve(sys.argv[2])
+        end(lambda: become(*script))
+    else:
+        where, *given = sys.argv[2:]
+        code = Script(given, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin).wait()
+        sys.exit(code if code >= 0 else 128 - code)

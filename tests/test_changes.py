@@ -16,10 +16,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import ray
 
 import compute_score
 import forked
 import grpo_trainer
+import reward_loop
 from played import lines_of, rows, says, server, stand_in_for_vllm, toy_config
 from reward_loop import RewardOptions
 from run import Run
@@ -162,7 +164,7 @@ def test_the_judge_and_a_classifier_together():
 
 
 @pytest.mark.slow
-def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path, cluster, monkeypatch):
+def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path, monkeypatch):
     """Run the toy recipe's three runs with a stand-in for vLLM, in one Ray whose servers find it.
 
     Then vLLM serves the classifier to the GSM8K recipe.
@@ -171,9 +173,12 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
     played = stand_in_for_vllm(tmp_path / "stand_in")
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", played)
-        with forked.ray_cluster() as address:
-            env = dict(CLASSIFIER_STEPS="3", RAY_ADDRESS=address)
+        reward_loop.connect_ray()
+        env = dict(CLASSIFIER_STEPS="3", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+        try:
             run_recipe("toy_disrm", *SMALL, *val, folder=copy, **env)
+        finally:
+            ray.shutdown()
     folder = copy / "outputs/disrm/seed0"
 
     def scores_of(run):
@@ -192,7 +197,7 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
     short = [*SMALL, "--max-response-length", "16", "--overlong-buffer", "0", "--max-prompt-length", "300",
              "--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]  # fmt: skip
     run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder.parent / "classifier"), out, *short,
-               folder=copy, SOURCE_DIR=str(ROOT / "tests/data"), RAY_ADDRESS=cluster)  # fmt: skip
+               folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
     assert "reward/acc" in lines_of(out)[-1]  # the outcome rule adds metrics
     assert len(scores_of(out)) > 4
 

@@ -15,7 +15,6 @@ import pytest
 import ray
 import torch
 
-import forked
 from cluster import policy_group
 from cluster.placement import SLEEPER_GPUS as ASLEEP
 from cluster.placement import ProcessSpec as Spec
@@ -156,16 +155,15 @@ def test_the_parts_of_a_run(monkeypatch):
 
 
 @pytest.fixture
-def ray_with():
+def ray_with(request):
     """Start a Ray cluster that claims to have this many GPUs."""
-    with contextlib.ExitStack() as stack:
 
-        def start(gpus):
-            address = stack.enter_context(forked.ray_cluster(num_cpus=4, num_gpus=gpus))
-            ray.init(address, log_to_driver=False, logging_level="error")
-            stack.callback(ray.shutdown)
+    def start(gpus):
+        options = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init("local", num_cpus=4, num_gpus=gpus, **options)
 
-        yield start
+    yield start
+    ray.shutdown()
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
-import forked
 import grpo_trainer
 from cluster import weights as weights_file
 from cluster import policy_group
+import reward_loop
 from genrm_server import Config
 from grpo_trainer import train
 from cluster.policy_group import PolicyGroup
@@ -377,31 +377,25 @@ class Sender:
         return weights_file.send(self.policy.weights(dtype), folders)
 
 
-@pytest.fixture
-def ray_with_stand_in(one_ray, stand_in):  # noqa: F811
-    """Start a Ray cluster whose actors find the stand-in for vLLM."""
-    one_ray.shutdown()
-    with forked.ray_cluster() as address:
-        ray.init(address, log_to_driver=False, logging_level="error")
-        yield stand_in
-        ray.shutdown()
-
-
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(
-    folder, model, tokenizer, ray_with_stand_in, monkeypatch
+    folder, model, tokenizer, stand_in, monkeypatch  # noqa: F811
 ):
     """The servers are actors with a stand-in for vLLM, and the packs of weights are smaller than a tensor.
 
     The process of a folder may die. A server that moves to another node needs the ranks; without them, the
     sampling code gets an error.
     """
+    ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    reward_loop.connect_ray()  # a Ray whose actors find the stand-in for vLLM
     monkeypatch.setattr(weights_file, "PACK", 50_000)
-    logs = ray_with_stand_in.parent / "logs"
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
     with pytest.raises(RuntimeError, match="server 0 failed .*: CPU core 99 is not available"):
-        ClusterServers(sender, tokenizer, Config(model="", cpus="99", log_dir=logs))
-    servers = ClusterServers(sender, tokenizer, Config(model="", num_servers=2, log_dir=logs))
+        ClusterServers(sender, tokenizer, Config(model="", cpus="99", log_dir=stand_in.parent / "logs"))
+    servers = ClusterServers(
+        sender, tokenizer, Config(model="", num_servers=2, log_dir=stand_in.parent / "logs")
+    )
 
     def served():
         parts = [load_file(path) for path in servers.folder.path.glob("*.safetensors")]

@@ -154,7 +154,7 @@ def test_what_was_started_ends_with_its_children(tmp_path):
     assert runs["sleeps"].returncode == -9
     state = Path(f"/proc/{child}/stat")
     until = time.monotonic() + 60
-    while state.exists() and state.read_text().split()[2] not in "ZX":  # A killed process takes a moment to end.
+    while state.exists() and state.read_text().split()[2] not in "ZX":  # It takes a moment to end.
         assert time.monotonic() < until
         time.sleep(0.01)
 
