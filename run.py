@@ -46,7 +46,7 @@ from run_folder import (
     save_checkpoint,
     without_secrets,
 )
-from trajectory import RolloutRunner
+from trajectory import Rollouts
 
 
 class Run:
@@ -249,7 +249,7 @@ class Run:
             # The addresses are not known before start_rewards, which calls offer_models.
             models = dict.fromkeys(named("genrm", config.genrm), "")
         try:
-            self.rollout_runner = RolloutRunner(
+            self.rollout_runner = Rollouts(
                 function,
                 self.tokenizer,
                 settings=settings,

@@ -432,7 +432,7 @@ class Threads(ThreadPoolExecutor):
         self.calls.put(None)  # The next thread ends, too.
 
 
-class RolloutRunner:
+class Rollouts:
     """The rollout function of a run, its event loop, and the chat template for replies.
 
     Args:
@@ -731,7 +731,7 @@ class RolloutRunner:
 class Wave:
     """The trajectories that are rolled out together."""
 
-    runner: RolloutRunner
+    runner: Rollouts
     max_response_length: int
     eos_ids: set[int]
     servers: object | None

@@ -212,12 +212,12 @@ def test_trajectory_with_rollout_policy_algorithm_and_reward_worker(alone, model
     code = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from policy import Sample
-from trajectory import RolloutRunner
+from trajectory import Rollouts
 async def twice(trajectory):
     for _ in range(2):
         await trajectory.generate(max_tokens=3)
         trajectory.observe("7")
-rollouts = RolloutRunner(twice, AutoTokenizer.from_pretrained("model"))
+rollouts = Rollouts(twice, AutoTokenizer.from_pretrained("model"))
 rollouts.start()
 row = {"prompt": [], "data_source": "d", "reward_model": {"ground_truth": ""}, "extra_info": {}}
 sample = Sample(row, [5, 6, 7])

@@ -42,7 +42,7 @@ from tiny import groups_of, policy_of, roll_out, weights_of, with_sgd, worked
 from test_docs import blocks
 from toy import shop_world, warm_start
 import trajectory as trajectories
-from trajectory import RolloutRunner
+from trajectory import Rollouts
 
 ROW = {
     "prompt": [{"role": "user", "content": "?"}],
@@ -62,7 +62,7 @@ def rolled_out(
 ):
     """Run the function for the samples of these groups, sampled in this process, and return the samples."""
     groups = groups or new_groups()
-    rollouts = RolloutRunner(function, tokenizer, **options)
+    rollouts = Rollouts(function, tokenizer, **options)
     rollouts.start()
     try:
         rollouts.roll_out(
@@ -187,7 +187,7 @@ def test_two_waves_at_the_same_time_are_those_that_they_are_alone(model, tokeniz
         samples = rolled_out(slow, model, tokenizer, eos_ids=(), seed=seed)
         alone[seed] = [(sample.response_ids, sample.info) for sample in samples]
     together = {seed: new_groups() for seed in alone}
-    rollouts = RolloutRunner(slow, tokenizer)
+    rollouts = Rollouts(slow, tokenizer)
     rollouts.start()
     try:
         waves = []
@@ -236,7 +236,7 @@ def test_special_tokens_in_what_a_tool_says_stay_text(model, tokenizer):
 
 
 def test_a_special_token_across_the_edge_of_a_tools_text_stays_text(tokenizer):
-    rollouts = RolloutRunner(plainly, tokenizer)
+    rollouts = Rollouts(plainly, tokenizer)
     for texts in (("", "<|end|>", ""), ("x<|e", "nd|>", ""), ("", "<|e", "nd|>"), ("<", "|end|", ">")):
         ids = rollouts.encode(*texts)
         assert not set(ids) & set(tokenizer.all_special_ids) and tokenizer.decode(ids) == "".join(texts)
@@ -425,7 +425,7 @@ def test_a_tool_that_blocks_is_named(model, tokenizer, monkeypatch, capfd):
 def test_await_generate_is_not_accused_of_blocking(model, tokenizer, monkeypatch, capfd):
     """The trainer's own work on the loop, such as decoding, may take long on a busy machine."""
     monkeypatch.setattr(trajectories, "BLOCKED_S", 0.2)
-    rollouts = RolloutRunner(plainly, tokenizer)
+    rollouts = Rollouts(plainly, tokenizer)
     names = {"decode": rollouts.decode, "is_ours": lambda: threading.current_thread() is rollouts.thread}
     source = "import time\ndef slow(ids):\n    time.sleep(is_ours())\n    return decode(ids)"
     exec(compile(source, "decode.py", "exec"), names)  # This file is the rollout function's.
@@ -478,7 +478,7 @@ def test_a_thread_that_reuses_the_ident_of_an_ended_loop_is_not_named(monkeypatc
     monkeypatch.setattr(trajectory_file, "BLOCKED_S", 0.4)  # The watcher sleeps for a quarter of this.
     end = time.monotonic() + 0.05
     thread = SimpleNamespace(ident=threading.get_ident(), is_alive=lambda: time.monotonic() < end)
-    RolloutRunner.watch(SimpleNamespace(thread=thread, last_tick=-1e9, file=__file__))
+    Rollouts.watch(SimpleNamespace(thread=thread, last_tick=-1e9, file=__file__))
     assert "asyncio.to_thread" not in capfd.readouterr().out
 
 
@@ -520,7 +520,7 @@ def not_async(trajectory):
 )
 def test_a_function_that_cannot_be_called_is_rejected(function, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        RolloutRunner(function, tokenizer)
+        Rollouts(function, tokenizer)
 
 
 async def fails_soon():
@@ -1253,7 +1253,7 @@ def said(ids):
 def with_servers(answer, function, tokenizer, eos_ids, length=300, groups=None, tokens=False, **options):
     """Roll out on a scripted server."""
     groups = groups or new_groups([[5, 6]], 1)
-    rollouts = RolloutRunner(function, tokenizer, **options)
+    rollouts = Rollouts(function, tokenizer, **options)
     rollouts.start()
     try:
         with server(answer) as address:
@@ -1572,7 +1572,7 @@ def test_replies_that_a_template_cannot_join_are_named():
 def test_options_of_the_chat_template_hold_for_replies():
     tokenizer = templated("qwen3")
     options = {"enable_thinking": False}
-    _, inside, behind = RolloutRunner(plainly, tokenizer, template_options=options).render([("tool", "8")])
+    _, inside, behind = Rollouts(plainly, tokenizer, template_options=options).render([("tool", "8")])
     assert inside == "8" and behind.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -1661,7 +1661,7 @@ def test_servers_that_fail_end_the_run_whatever_the_function_catches(tokenizer, 
 
 def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
     """This holds for a tool that is awaited, and for one in a thread."""
-    rollouts, stop, threads = RolloutRunner(plainly, tokenizer), threading.Event(), threading.Event()
+    rollouts, stop, threads = Rollouts(plainly, tokenizer), threading.Event(), threading.Event()
 
     async def hangs(trajectory):
         threading.Timer(0.1, stop.set).start()
@@ -1707,7 +1707,7 @@ def test_a_run_that_ends_waits_until_functions_have_cleaned_up(is_stopped, model
             await cleanups[trajectory.number % 3]()
             closed.append(trajectory.number)
 
-    rollouts = RolloutRunner(in_a_container, tokenizer, timeout=60 if is_stopped else 0.3)
+    rollouts = Rollouts(in_a_container, tokenizer, timeout=60 if is_stopped else 0.3)
     rollouts.start()
     expected = contextlib.nullcontext()
     if is_stopped:
@@ -1737,7 +1737,7 @@ def test_ctrl_c_ends_the_wait_for_cleanups(model, tokenizer, monkeypatch):
         finally:
             await asyncio.to_thread(release.wait, 60)
 
-    rollouts = RolloutRunner(in_a_container, tokenizer, timeout=0.1)
+    rollouts = Rollouts(in_a_container, tokenizer, timeout=0.1)
     rollouts.start()
     try:
         rollouts.roll_out(new_groups([[5]], 3), model=model, max_response_length=9, temperature=1.0,
@@ -1759,7 +1759,7 @@ def test_calls_that_hang_in_threads_leave_threads_for_all_others(model, tokenize
         await trajectory.generate(max_tokens=2)
         await asyncio.to_thread(tool)
 
-    rollouts = RolloutRunner(with_tool, tokenizer)
+    rollouts = Rollouts(with_tool, tokenizer)
     rollouts.start()
     for tool, rollouts.timeout in ((never.wait, 0.3), (never.wait, 0.3), (time.time, 60)):
         groups = new_groups([[5]], 2)
@@ -1788,7 +1788,7 @@ def test_a_tool_that_raises_stop_iteration_in_a_thread_fails_at_once(model, toke
 def test_the_threads_of_tools_end_with_the_run(tokenizer):
     """All threads end, except the one whose tool hangs, and the run does not wait for it."""
     before, hanging = set(threading.enumerate()), threading.Event()
-    rollouts = RolloutRunner(plainly, tokenizer)
+    rollouts = Rollouts(plainly, tokenizer)
     rollouts.start()
 
     async def hang():
