@@ -215,7 +215,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in required
     if "reward_model_tokenizer" not in models or not needs_tokenizer:  # Loading a tokenizer takes seconds.
         tokenizer = None
-    elif Path(tokenizer).is_dir():
+    elif tokenizer and Path(tokenizer).is_dir():
         tokenizer = str(Path(tokenizer).absolute())  # Workers may have another working directory.
     return Job(
         function=f"{path}:{name}",
