@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu_kit")]
 import check_gpu
 import gpu_models
+import prepare_data
 import stages
 from played import MODELS, stand_in_for_vllm
 from toy import warm_start
@@ -173,7 +174,10 @@ def test_bad_input_is_rejected_first(arguments, error, monkeypatch):
 def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, capfd, one_ray):
     """The trainers and the router are real, and a stand-in for vLLM serves the judge."""
     monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "vllm"))
-    config = stages.Config("fapo", judge=MODELS / "judge", device="cpu", steps=2)
+    data = tmp_path / "toy"
+    prepare_data.prepare(prepare_data.Config(tasks=("toy",), out_dir=data))
+    capfd.readouterr()
+    config = stages.Config("fapo", judge=MODELS / "judge", data=data, device="cpu", steps=2)
     stages.say("fapo", stages.fapo(config, tmp_path))
     lines = lines_of(capfd)
     assert not [line for line in lines if "error" in line], lines
@@ -197,12 +201,16 @@ def test_trl_that_is_missing_is_an_error_and_our_steps_are_measured(tmp_path, ca
 
 @pytest.mark.slow
 def test_speed_measures_rollouts_and_a_sync_on_servers(tmp_path, monkeypatch, capfd):
+    ray.shutdown()  # The file's Ray does not find the stand-in.
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "vllm"))
     try:
         stages.speed(stages.Config("speed", ways=("plain",), length=16, **TINY), tmp_path)
     finally:
         ray.shutdown()
-    rows = {line["property"]: line["found"] for line in lines_of(capfd) if line["part"] == "rollouts"}
+    lines = lines_of(capfd)
+    assert not [line for line in lines if "error" in line], lines
+    rows = {line["property"]: line["found"] for line in lines if line["part"] == "rollouts"}
     assert (
         "tokens/s" in rows["tokens/s, as a fraction of those of bare vLLM"] and "GB/s" in rows["weight sync"]
     )

@@ -68,6 +68,7 @@ class Config:
 
     stage: tyro.conf.Positional[Literal["fapo", "speed", "trl"]]  # What to run.
     judge: Path = Path("outputs/demo_seed0/judge/checkpoints/step_60")  # Trained judge of the stage fapo.
+    data: Path = Path("data/toy")  # The toy world's rows and initial policy, for fapo.
     device: Literal["cuda", "cpu"] = "cuda"  # cpu: a dry run.
     size: Literal[tuple(gpu_models.SHAPES)] = "1b"  # Shape of the model, for speed and trl.
     ways: tuple[str, ...] = tuple(WAYS)[:5]  # Names in WAYS, for speed.
@@ -147,7 +148,8 @@ def fapo(config: Config, work: Path):
     flags, port = ["--total-steps", str(config.steps or 60)], judge.router_address.rpartition(":")[2]
     commands = {}
     for name, reward in {"fapo": "JUDGE", "baseline": "RULE"}.items():
-        script = f'source recipes/toy_runs.sh; train_policy data/toy 0 {work}/{name} "${{{reward}[@]}}" "$@"'
+        trained = f'train_policy {config.data} 0 {work}/{name} "${{{reward}[@]}}" "$@"'
+        script = f"source recipes/toy_runs.sh; {trained}"
         commands[name] = ["bash", "-c", script, "bash", *flags, *(ON_GPU if on_gpu else ())]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     try:
