@@ -629,7 +629,8 @@ def in_child(name: str, seconds: float) -> list:
             env=os.environ | {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1"},
         )
         try:
-            if code := child.wait(seconds):
+            code = child.wait(seconds)
+            if code:
                 failure = [(name, False, f"ended with exit code {code}; see {log.name}")]
         except subprocess.TimeoutExpired:
             failure = [(name, False, f"timed out after {seconds} s; see {log.name}")]
@@ -647,7 +648,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no NVIDIA GPU was found, so there is nothing to check")
         raise SystemExit(2)
-    if unknown := set(config.only) - set(CHECKS):
+    unknown = set(config.only) - set(CHECKS)
+    if unknown:
         raise SystemExit(
             f"error: --only {' '.join(sorted(unknown))}: no such check; choose from {', '.join(CHECKS)}"
         )

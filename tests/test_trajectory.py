@@ -2018,7 +2018,7 @@ def test_the_world_with_a_tool_on_real_servers(tmp_path):
     call is answered, and the log has turns.
     """
     model = Path(__file__).parent.parent / "toy/models/shop0"
-    warm_start.write_shop_rows(tmp_path, seed=0)
+    warm_start.write_rows(warm_start.shop_row, "shop", tmp_path, seed=0)
     config = grpo_trainer.Config(
         model=str(model),
         train_file=str(tmp_path / "shop_train.parquet"),

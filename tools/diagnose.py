@@ -234,7 +234,7 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
     return {
         "small_term/groups": len(small) / count,
         "small_term/weight": weights[0] / max(weights[1], 1e-9),
-        "small_term/name": name_of(small),
+        "small_term/name": explaining_result(small),
     }
 
 
@@ -242,7 +242,7 @@ def reward_of(sample: dict) -> float:
     return sample["reward_score"] + sample["reward_extra_info"].get("overlong_penalty", 0.0)
 
 
-def name_of(groups: list[list[dict]]) -> str:
+def explaining_result(groups: list[list[dict]]) -> str:
     """Return the key of the result that rises or falls with the reward in these groups, or "unknown"."""
     best = 0.95  # the lowest correlation that counts
     name = "unknown"

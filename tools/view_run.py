@@ -34,8 +34,8 @@ from typing import Annotated
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from command_line import cli, hint_of, one_line_errors
-from run_folder import parse_lines, read_lines, without_secrets
+from command_line import cli, hint_of, one_line_errors, without_secrets
+from run_folder import parse_lines, read_lines
 from tools.diagnose import Finding, audit, diagnose
 from toy.toy_world import first_wrong_paragraph
 

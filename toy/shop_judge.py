@@ -100,11 +100,17 @@ def critic_prompt(problem: Problem, turns: list[dict]) -> str:
     return toy_world.critic_prompt(problem, scores.show_solution("", turns))
 
 
+def as_shown(first_wrong: int, turns: list[dict]) -> int:
+    """Return the index of the first wrong turn in what the judge sees, where a single turn is part 0."""
+    if len(turns) == 1:
+        return min(first_wrong, 0)
+    return first_wrong
+
+
 def critic_row(problem: Problem, turns: list[dict], split: str, index: int) -> dict:
     """Return a row for training or evaluating the judge on a trajectory. The label is the index of a turn."""
     first_wrong, flaw = first_flaw(problem, turns)
-    if len(turns) == 1:
-        first_wrong = min(first_wrong, 0)
+    first_wrong = as_shown(first_wrong, turns)
     row = toy_world.labelled_row(problem, scores.show_solution("", turns), first_wrong, split, index)
     row["extra_info"]["flaw"] = flaw
     return row
@@ -124,8 +130,7 @@ async def compute_score_fapo(
     flawed = seen["flawed_positive"]
     agrees = None  # whether the judge names the same turn as the oracle
     if result["genrm_status"] == "ok":
-        first_wrong = seen["first_wrong"] if len(turns) > 1 else min(seen["first_wrong"], 0)
-        agrees = result["first_wrong"] == first_wrong
+        agrees = result["first_wrong"] == as_shown(seen["first_wrong"], turns)
     elif extra_info.get("split") == "test":  # The judge is not asked, so the oracle measures.
         result["flawed_positive"] = flawed
     return {**seen, **result, "oracle_flawed_positive": flawed, "agrees": agrees}

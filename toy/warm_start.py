@@ -376,25 +376,22 @@ def warm_start(row: int, names, tokenizer, out_dir: Path, seed: int, kind, stop_
 # ---- A world: its rows, and its models ---------------------------------------------------------------------
 
 
-def write_shop_rows(out_dir: Path, seed: int) -> None:
-    """Write the two Parquet files of the shop."""
-    rng = Random(f"{seed}/rows")
-    for split, count in (("train", 4096), ("test", 512)):
-        rows = []
-        for index in range(count):
-            rows.append(shop_world.policy_row(shop_world.random_problem(rng), split, index))
-        write_table(rows, out_dir / f"shop_{split}.parquet")
+def shop_row(rng: Random, split: str, index: int) -> dict:
+    return shop_world.policy_row(shop_world.random_problem(rng), split, index)
 
 
-def write_shop_judge_rows(out_dir: Path, seed: int) -> None:
-    """Write the two Parquet files of the shop's judge. Half of the trajectories are flawed."""
+def shop_judge_row(rng: Random, split: str, index: int) -> dict:
+    """Return a row of the shop's judge. Half of the trajectories are flawed."""
+    problem, turns = shop_judge.right_trajectory(rng, flawed=index % 2 == 0)
+    return shop_judge.critic_row(problem, turns, split, index)
+
+
+def write_rows(make_row, name: str, out_dir: Path, seed: int) -> None:
+    """Write the rows that make_row(rng, split, index) returns to NAME_train.parquet and NAME_test.parquet."""
     rng = Random(f"{seed}/rows")
     for split, count in (("train", 4096), ("test", 512)):
-        rows = []
-        for index in range(count):
-            problem, turns = shop_judge.right_trajectory(rng, flawed=index % 2 == 0)
-            rows.append(shop_judge.critic_row(problem, turns, split, index))
-        write_table(rows, out_dir / f"fapo_critic_{split}.parquet")
+        rows = [make_row(rng, split, index) for index in range(count)]
+        write_table(rows, out_dir / f"{name}_{split}.parquet")
 
 
 def write_table(rows: list[dict], path: Path) -> None:
@@ -411,10 +408,10 @@ def main(config: Config) -> None:
     if other in config.models:
         raise SystemExit(f"error: --models {other}: --kind {config.kind} has no {other}; pass --models {own}")
     if config.kind == "shop":
-        write_shop_rows(config.out_dir, config.seed)
+        write_rows(shop_row, "shop", config.out_dir, config.seed)
         tokenizer = build_tokenizer(shop_corpus(rng))
     elif config.kind == "shop_judge":
-        write_shop_judge_rows(config.out_dir, config.seed)
+        write_rows(shop_judge_row, "fapo_critic", config.out_dir, config.seed)
         tokenizer = build_tokenizer(shop_judge_corpus(rng))
     else:
         if kind.stop_at:
