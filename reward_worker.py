@@ -34,7 +34,7 @@ import threading
 import time
 import traceback
 from functools import partial
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -119,6 +119,13 @@ def check_files(files: dict[str, str]):
             raise FileChanged(f"{file} has changed since the run began; restore the file or start a new run")
 
 
+class UncachedLoader(SourceFileLoader):
+    """A loader without Python's cache, which misses an edit of the same size within the same second."""
+
+    def path_stats(self, path):
+        raise OSError("the cache is not used")
+
+
 def load_function(spec: str, kind: str = "--reward-fn"):
     """Load the function FILE:NAME. The file may import files in its folder. Raise ValueError on failure."""
     file, _, name = spec.rpartition(":")
@@ -128,7 +135,8 @@ def load_function(spec: str, kind: str = "--reward-fn"):
     if module_name in sys.modules:  # The user's module must not replace another one.
         module_name += "_of_user"
     try:
-        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        loader = UncachedLoader(module_name, str(path))
+        module_spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module  # Dataclasses look up their module here.
         module_spec.loader.exec_module(module)
