@@ -31,11 +31,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro  # router.py and torch are imported in functions, because every guard() imports this file.
 
 FOLDER = str(Path(__file__).parent)
+
+IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The comment says what happens without the flag.
 
 
 @dataclass
@@ -51,10 +53,10 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Device of the model. auto: GPUs if there are any.
     tensor_parallel_size: int = 1  # Number of GPUs per server (without a GPU: processes per server).
     gpu_share: float = 1.0  # Fraction of a GPU's memory for each server. 1: no sharing of GPUs.
-    cpus: str = ""  # CPU cores for the servers, e.g. 0,1 (only on CPU). Empty: all, divided evenly.
-    served_model_name: str = ""  # Model name in requests. Empty: the value of --model.
+    cpus: Annotated[str, IN_WORDS] = ""  # CPU cores for the servers, e.g. 0,1 (only on CPU). Empty: all, divided evenly.
+    served_model_name: Annotated[str, IN_WORDS] = ""  # Model name in requests. Empty: the value of --model.
     # Data type of the weights. Empty: float32 on CPU (where bfloat16 is slow), vLLM's choice on GPUs.
-    dtype: str = ""
+    dtype: Annotated[str, IN_WORDS] = ""
     max_model_len: int = 0  # Maximum length of prompt plus answer, in tokens. 0: the limit of the model.
     sleep_mode: bool = False  # Let the servers release their GPU memory while they sleep (GPUs only).
     control: bool = False  # Enable vLLM's control endpoints, such as /collective_rpc (see --server-key).
@@ -62,11 +64,11 @@ class Config:
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
     queue_timeout: float = 180.0  # Maximum time that a request waits for a healthy server, in seconds.
     # Key that clients must send as a bearer token. Empty: the value of ROUTER_API_KEY, or no key.
-    api_key: str = field(default="", repr=False)
+    api_key: Annotated[str, IN_WORDS] = field(default="", repr=False)
     # Key that the router sends to the servers. Empty: the last key of --api-key, or a random key.
-    server_key: str = field(default="", repr=False)
+    server_key: Annotated[str, IN_WORDS] = field(default="", repr=False)
     # Folder for log files. Empty: outputs/genrm_logs/PORT, with the process id as PORT if --port is 0.
-    log_dir: Path | None = None
+    log_dir: Annotated[Path | None, IN_WORDS] = None
     startup_timeout: float = 1800.0  # Time limit for starting a server, in seconds.
     vllm_args: tyro.conf.Positional[tuple[str, ...]] = ()  # Arguments for vLLM's own server, after --.
     flag_prefix: tyro.conf.Suppress[str] = ""  # Prefix of the flags in messages, such as genrm- or rollout-.

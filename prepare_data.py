@@ -33,7 +33,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -424,6 +424,9 @@ def hub_files(source: Source) -> list[Path]:
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
+IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The comment says what happens without the flag.
+
+
 @dataclass
 class Config:
     # Data sets to convert. all: every public data set, but not toy (with --source-dir: only those that have a
@@ -431,7 +434,7 @@ class Config:
     # reasoning-gym, with optional settings.
     tasks: list[Task | str]
     out_dir: Path = Path("data")  # Directory of the parquet files; ~ is expanded.
-    source_dir: Path | None = None  # Directory of local files to convert. Default: download from the Hub.
+    source_dir: Annotated[Path | None, IN_WORDS] = None  # Directory of local files to convert. Default: download from the Hub.
     seed: int = 0  # Random seed for the order of GPQA's choices and the problems of toy and reasoning_gym.
 
 

@@ -55,7 +55,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import unquote
 
 import aiohttp
@@ -64,6 +64,8 @@ import uvloop
 from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
+
+IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The comment says what happens without the flag.
 
 
 @dataclass
@@ -95,9 +97,9 @@ class Config:
     max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get status 413.
     # Key that clients must send as a bearer token, or several accepted keys separated by commas. Empty: the
     # environment variable ROUTER_API_KEY, which the process list does not show, or no key if it is unset.
-    api_key: str = ""
+    api_key: Annotated[str, IN_WORDS] = ""
     # Key that the router sends to the servers. Empty: the value of ROUTER_SERVER_KEY, or the client's key.
-    server_key: str = ""
+    server_key: Annotated[str, IN_WORDS] = ""
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""

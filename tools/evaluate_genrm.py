@@ -29,6 +29,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, harmonic_mean, mode
+from typing import Annotated
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,7 +37,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
-from command_line import cli, json_object, one_line_errors
+from command_line import IN_WORDS, cli, json_object, one_line_errors
 from prepare_data import read_rows, validate_row
 from reward_loop import RewardOptions, listed_models, only_model, served_models
 from reward_worker import fingerprints, flag
@@ -49,7 +50,7 @@ class Config:
     router_address: str  # Address host:port of the judge (a router or an OpenAI-compatible server).
     # Output file for the rows with their critiques. OUT.jsonl receives each critique immediately.
     out: Path = Path("critiques.parquet")
-    model: str | None = None  # Model name in requests. Default: the model that the server lists.
+    model: Annotated[str | None, IN_WORDS] = None  # Model name in requests. Default: the model that the server lists.
     n: int = 8  # Number of critiques per row. The most frequent verdict is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
@@ -59,7 +60,7 @@ class Config:
     chat_kwargs: str = "{}"
     concurrency: int = 256  # Maximum number of concurrent requests.
     timeout_s: float = 3600.0  # Time limit for one critique with all attempts and queueing, in seconds.
-    limit: int | None = None  # Number of rows to use, from the start of the file. Default: all rows.
+    limit: Annotated[int | None, IN_WORDS] = None  # Number of rows to use, from the start of the file. Default: all rows.
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""

@@ -13,11 +13,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from command_line import cli, one_line_errors
+from command_line import IN_WORDS, cli, one_line_errors
 from run_folder import add_end_tokens
 
 
@@ -28,7 +29,7 @@ class Config:
     # Checkpoint with LoRA adapters, such as outputs/run/checkpoints/step_60.
     checkpoint: tyro.conf.Positional[Path]
     out: tyro.conf.Positional[Path]  # Output directory of the merged model.
-    model: str = ""  # Base model, a folder or a Hub name. Default: the one that the checkpoint names.
+    model: Annotated[str, IN_WORDS] = ""  # Base model, a folder or a Hub name. Default: the one that the checkpoint names.
     # New max_position_embeddings, as in --max-positions of the run. 0: the value of the base model.
     max_positions: int = 0
     trust_remote_code: bool = False  # Allow running Python code that comes with the base model.
