@@ -68,8 +68,10 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
         ValueError: The buffer is not between 1 and max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"--overlong-buffer {buffer}: must be between 1 and --max-response-length "
-                         f"{max_length}; pass 0 to turn off the length penalty")  # fmt: skip
+        raise ValueError(
+            f"--overlong-buffer {buffer}: must be between 1 and --max-response-length "
+            f"{max_length}; pass 0 to turn off the length penalty"
+        )
     exceed = length - (max_length - buffer)
     return min(-exceed / buffer * factor, 0.0)
 
@@ -147,8 +149,10 @@ class Groups:
         found = [info for info in infos if not isinstance(info.get(key, ""), (str, dict))]
         if self.require_keys and infos and not found:
             returned = ", ".join(infos[0])
-            raise RuntimeError(f"--reward-fn: no result has the key {key}, which --advantage "
-                               f"needs (the keys are {returned}); see docs/algorithms.md")  # fmt: skip
+            raise RuntimeError(
+                f"--reward-fn: no result has the key {key}, which --advantage "
+                f"needs (the keys are {returned}); see docs/algorithms.md"
+            )
 
     def without_length_penalty(self) -> "Groups":
         """Return a copy whose rewards are the scores alone."""
@@ -448,8 +452,10 @@ def check_advantage(options) -> str:
         shape = tuple(getattr(advantages, "shape", ()))
         expected = (2, len(infos))
         if shape not in (expected, (*expected, 4)):
-            return (f"the function returned {shape or type(advantages).__name__}, but it must return a "
-                    f"tensor of the shape {expected} or {(*expected, 4)}")  # fmt: skip
+            return (
+                f"the function returned {shape or type(advantages).__name__}, but it must return a "
+                f"tensor of the shape {expected} or {(*expected, 4)}"
+            )
         found.append(advantages[:, :size])
     first, second, with_silent = found
     is_random = not torch.equal(first.nan_to_num(), second.nan_to_num())
@@ -462,8 +468,12 @@ def example_groups(infos: list[dict]) -> Groups:
     """Return two equal groups whose samples have these results and two paragraphs."""
     from policy import Sample
 
-    row = {"data_source": "example", "prompt": [{"role": "user", "content": "1+1=?"}],
-           "reward_model": {"ground_truth": "2"}, "extra_info": {}}  # fmt: skip
+    row = {
+        "data_source": "example",
+        "prompt": [{"role": "user", "content": "1+1=?"}],
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {},
+    }
     groups = []
     for _ in range(2):
         group = []
@@ -499,8 +509,10 @@ def check_loss(options) -> str:
     for row in range(len(mask)):
         alone = call(*[tensor[row : row + 1] for tensor in inputs])[0]
         if not torch.allclose(alone * mask[row], parts[0][row] * mask[row], atol=1e-6):
-            return ("the loss of a sequence depends on the other sequences of its micro-batch, so that the "
-                    "result would depend on the split into micro-batches")  # fmt: skip
+            return (
+                "the loss of a sequence depends on the other sequences of its micro-batch, so that the "
+                "result would depend on the split into micro-batches"
+            )
     return ""
 
 

@@ -82,17 +82,21 @@ def read_config(source: str, trust_remote_code=False, max_positions=0):
         quantised = getattr(part, "quantization_config", None)
         if quantised:
             method = dict(quantised).get("quant_method", "quantization_config")
-            raise ValueError(f"--model {source}: quantised weights ({method}) cannot be trained; pass the "
-                             "original model in bf16 or float32")  # fmt: skip
+            raise ValueError(
+                f"--model {source}: quantised weights ({method}) cannot be trained; pass the "
+                "original model in bf16 or float32"
+            )
     stored = getattr(config.get_text_config(), "max_position_embeddings", None)
     for rope in rotary_embeddings(config):
         kind = rope["rope_type"]
         # The ratio of this number to the original one scales all positions, also those of short texts.
         is_scaled = kind == "longrope" or kind == "yarn" and rope.get("factor") is None
         if is_scaled and max_positions not in (0, stored):
-            raise ValueError(f"--max-positions {max_positions}: would change every position of {source}, "
-                             f"whose {kind} embedding is scaled by its max_position_embeddings ({stored}); "
-                             "omit --max-positions")  # fmt: skip
+            raise ValueError(
+                f"--max-positions {max_positions}: would change every position of {source}, "
+                f"whose {kind} embedding is scaled by its max_position_embeddings ({stored}); "
+                "omit --max-positions"
+            )
     return config
 
 
@@ -118,8 +122,11 @@ def load_tokenizer(source: str, trust_remote_code=False):
     expected = stored.encode(PROBE, add_special_tokens=False).ids
     if tokenizer.encode(PROBE, add_special_tokens=False) == expected:
         return tokenizer
-    print(f"--model {source}: {type(tokenizer).__name__} would split text differently from tokenizer.json, "
-          "so tokenizer.json is used, also in checkpoints", flush=True)  # fmt: skip
+    print(
+        f"--model {source}: {type(tokenizer).__name__} would split text differently from tokenizer.json, "
+        "so tokenizer.json is used, also in checkpoints",
+        flush=True,
+    )
     return PreTrainedTokenizerFast.from_pretrained(source)
 
 
@@ -135,8 +142,10 @@ def check_reading(tokenizer, text: str, ids: list[int]) -> None:
     letters = Counter("".join(words))
     kept = letters & Counter("".join(found))
     if len(found) < 0.9 * len(words) or kept.total() < 0.9 * letters.total():
-        raise ValueError(f"the tokenizer reads {text[:80]!r} as {read[:80]!r}; copy the tokenizer's files "
-                         "from the original model again")  # fmt: skip
+        raise ValueError(
+            f"the tokenizer reads {text[:80]!r} as {read[:80]!r}; copy the tokenizer's files "
+            "from the original model again"
+        )
 
 
 @cache
@@ -173,8 +182,10 @@ def prompt_ids_of(row: dict, tokenizer, options: dict) -> list[int]:
         except Exception:  # The template reads the content, because it rejects this one.
             other = None
     if other == rendered:
-        raise ValueError(f"the chat template drops the last message ({last!r:.60}), because its content "
-                         "is empty or the template does not know its role; change the message")  # fmt: skip
+        raise ValueError(
+            f"the chat template drops the last message ({last!r:.60}), because its content "
+            "is empty or the template does not know its role; change the message"
+        )
     check_reading(tokenizer, rendered, ids)
     return ids
 
@@ -233,9 +244,11 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
         if difference < allowed:
             return
         model.shares_prompts = False
-    raise ValueError(f"--model {name}: {type(model).__name__} cannot be trained, because the trainer's "
-                     f"log-probabilities differ from the model's own by {difference:.2g}; pass another "
-                     "model, or adapt causal_lm.logits_of")  # fmt: skip
+    raise ValueError(
+        f"--model {name}: {type(model).__name__} cannot be trained, because the trainer's "
+        f"log-probabilities differ from the model's own by {difference:.2g}; pass another "
+        "model, or adapt causal_lm.logits_of"
+    )
 
 
 # ---- log-probabilities
@@ -461,8 +474,10 @@ def layers_of(model, flag: str) -> list:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"{flag}: does not work with {type(model).__name__}, whose layers transformers does "
-                         f"not mark for gradient checkpointing; omit {flag}")  # fmt: skip
+        raise ValueError(
+            f"{flag}: does not work with {type(model).__name__}, whose layers transformers does "
+            f"not mark for gradient checkpointing; omit {flag}"
+        )
     return layers
 
 
@@ -504,21 +519,27 @@ def add_adapters(model, options, source: str) -> None:
         # weight with the embedding.
         is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
         if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
-            raise ValueError(f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer with "
-                             "its own weight; pass only linear layers, such as q_proj v_proj")  # fmt: skip
+            raise ValueError(
+                f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer with "
+                "its own weight; pass only linear layers, such as q_proj v_proj"
+            )
         layer.reset_lora_parameters("default", True)
     saved = Path(source, "adapter_model.safetensors")
     if saved.is_file():
         before = LoraConfig.from_pretrained(source)
         if (before.r, before.lora_alpha) != (settings.r, settings.lora_alpha):
-            raise ValueError(f"--lora-rank {settings.r} --lora-alpha {settings.lora_alpha}: do not match the "
-                             f"adapters in {source} (rank {before.r}, alpha {before.lora_alpha}); pass the "
-                             "same values")  # fmt: skip
+            raise ValueError(
+                f"--lora-rank {settings.r} --lora-alpha {settings.lora_alpha}: do not match the "
+                f"adapters in {source} (rank {before.r}, alpha {before.lora_alpha}); pass the "
+                "same values"
+            )
         found = set_peft_model_state_dict(model, load_file(saved))
         wrong = found.unexpected_keys + [name for name in found.missing_keys if ".lora_" in name]
         if wrong:
-            raise ValueError(f"--lora-targets {' '.join(options.lora_targets)}: the adapters in {source} are "
-                             f"on different layers (such as {wrong[0]}); pass the same targets")  # fmt: skip
+            raise ValueError(
+                f"--lora-targets {' '.join(options.lora_targets)}: the adapters in {source} are "
+                f"on different layers (such as {wrong[0]}); pass the same targets"
+            )
 
 
 def adapter_layers(model) -> dict:

@@ -175,8 +175,9 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise ValueError(f"{flag(field)} {text!r}: cannot be split into arguments ({error}); check the "
-                         "quotes") from None  # fmt: skip
+        raise ValueError(
+            f"{flag(field)} {text!r}: cannot be split into arguments ({error}); check the quotes"
+        ) from None
 
 
 def json_object(field: str, text: str) -> dict:

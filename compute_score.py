@@ -105,7 +105,8 @@ def _first_of_line(table):
 
 _SAME = _first_of_line(_SAME)
 _UNITS = _first_of_line(_UNITS)
-_TOKEN = re.compile(r"""
+_TOKEN = re.compile(
+    r"""
     \\(?:text|mathrm)\s*\{\s*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
     | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[\w*\] | \ban?\s+(?=\d|[a-zA-Z]{2})
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|text[a-z]*|math(?:rm|bf|it|sf)
@@ -115,7 +116,9 @@ _TOKEN = re.compile(r"""
     | \d+(?:\.\d+)? | \.\d+ | [^\W\d_]+ | [<>]= | \.\.\.
     | \\\\ | \\begin\s*\{\s*array\s*\}\s*\{[^{}]*\} | \\(?:begin|end)\s*\{\s*\w+\*?\s*\} | \\sqrt\s*\[[^\]]*\]
     | \\[a-zA-Z]+ | \\. | .
-""", re.VERBOSE | re.DOTALL)  # fmt: skip
+""",
+    re.VERBOSE | re.DOTALL,
+)
 _ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\binom": 2}
 
 
@@ -359,9 +362,16 @@ def check_judged(row: dict, settings: dict) -> None:
 
 
 def compute_score(
-    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, turns=(), *,
-    verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info=None,
+    reward_router_address=None,
+    reward_model_tokenizer=None,
+    turns=(),
+    *,
+    verifier: Literal["rule", "math_verify"] = "rule",
+) -> dict:
     """Score one solution by the answer in its last box. A GSM8K solution without a box may use "####".
 
     Args:
@@ -402,9 +412,16 @@ def _find_answer(data_source, text):
 
 
 def compute_score_gsm8k(
-    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, turns=(), *,
-    verifier: Literal["rule", "math_verify"] = "rule") -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info=None,
+    reward_router_address=None,
+    reward_model_tokenizer=None,
+    turns=(),
+    *,
+    verifier: Literal["rule", "math_verify"] = "rule",
+) -> dict:
     """Score one solution by the rule for GSM8K, regardless of `data_source`."""
     return compute_score("gsm8k", solution_str, ground_truth, turns=turns, verifier=verifier)
 
@@ -844,9 +861,16 @@ async def served_model(address: str, model: str | None = None) -> dict:
 
 
 async def chat(
-    prompt: str | list[dict], address: str, *, model=None, temperature=None, top_p=None,
-    max_tokens=GENRM_MAX_TOKENS, timeout_s=GENRM_TIMEOUT_S, chat_kwargs=None,
-) -> tuple[str, str, int | None]:  # fmt: skip
+    prompt: str | list[dict],
+    address: str,
+    *,
+    model=None,
+    temperature=None,
+    top_p=None,
+    max_tokens=GENRM_MAX_TOKENS,
+    timeout_s=GENRM_TIMEOUT_S,
+    chat_kwargs=None,
+) -> tuple[str, str, int | None]:
     """Send a prompt to `http://address/v1/chat/completions`. Settings that are None are not sent.
 
     The prompt is the text of one user message, or a list of messages with the keys "role" and "content".
@@ -1021,8 +1045,16 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
 
 
 async def compute_score_discriminative(
-    data_source, solution_str, ground_truth, extra_info=None, *, prompt, reward_router_address,
-    reward_model_tokenizer, turns=()) -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info=None,
+    *,
+    prompt,
+    reward_router_address,
+    reward_model_tokenizer,
+    turns=(),
+) -> dict:
     """Score a conversation by the logit that vLLM's /classify returns for a discriminative reward model.
 
     Args:
@@ -1047,11 +1079,27 @@ async def compute_score_discriminative(
 
 # --- 5. FAPO (paper eq. 8 and 11) ---------------------------------------------------------------------------
 async def compute_score_fapo(
-    data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None,
-    reward_model_tokenizer=None, turns=(), *, penalty=1.0, on_no_verdict: Literal["none", "rule"] = "none",
-    judge_test=False, judge_wrong=False, keep_critique=False, prompt_style="tagged", genrm_model=None,
-    verifier: Literal["rule", "math_verify"] = "rule", genrm_temperature=None, genrm_chat_kwargs=None,
-    genrm_max_tokens=GENRM_MAX_TOKENS, genrm_timeout_s=GENRM_TIMEOUT_S) -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info=None,
+    reward_router_address=None,
+    reward_model_tokenizer=None,
+    turns=(),
+    *,
+    penalty=1.0,
+    on_no_verdict: Literal["none", "rule"] = "none",
+    judge_test=False,
+    judge_wrong=False,
+    keep_critique=False,
+    prompt_style="tagged",
+    genrm_model=None,
+    verifier: Literal["rule", "math_verify"] = "rule",
+    genrm_temperature=None,
+    genrm_chat_kwargs=None,
+    genrm_max_tokens=GENRM_MAX_TOKENS,
+    genrm_timeout_s=GENRM_TIMEOUT_S,
+) -> dict:
     """Score one solution with FAPO (equation 8 of the paper).
 
     The score is 1 if the solution is fully correct, 1 - penalty if the answer is correct but a step is wrong,
@@ -1096,9 +1144,17 @@ async def compute_score_fapo(
             raise ValueError("reward_router_address: no judge is running; pass --genrm or --router-address")
         question, truth = question_of(extra_info), single_answer(ground_truth, data_source)
         verdict = await judge_solution(
-            question, truth, show_solution(solution_str, turns), reward_router_address, prompt_style,
-            model=genrm_model, temperature=genrm_temperature, max_tokens=genrm_max_tokens,
-            timeout_s=genrm_timeout_s, chat_kwargs=genrm_chat_kwargs)  # fmt: skip
+            question,
+            truth,
+            show_solution(solution_str, turns),
+            reward_router_address,
+            prompt_style,
+            model=genrm_model,
+            temperature=genrm_temperature,
+            max_tokens=genrm_max_tokens,
+            timeout_s=genrm_timeout_s,
+            chat_kwargs=genrm_chat_kwargs,
+        )
     first_wrong = verdict["first_wrong"]
     if first_wrong is None and on_no_verdict == "rule":
         first_wrong = verdict["first_wrong"] = -1
@@ -1135,8 +1191,15 @@ def whole_number(value) -> int:
 
 
 def compute_score_fapo_genrm(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address=None,
-    reward_model_tokenizer=None, *, on_no_verdict: Literal["none", "rule"] = "none") -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    reward_router_address=None,
+    reward_model_tokenizer=None,
+    *,
+    on_no_verdict: Literal["none", "rule"] = "none",
+) -> dict:
     """Score one critique: R = R_outcome + R_process.
 
     R_outcome is +1 if the critique correctly says whether the solution is flawed (acc), else -1. R_outcome is

@@ -53,7 +53,8 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # Device of the model. auto: GPUs if there are any.
     tensor_parallel_size: int = 1  # Number of GPUs per server (without a GPU: processes per server).
     gpu_share: float = 1.0  # Fraction of a GPU's memory for each server. 1: no sharing of GPUs.
-    cpus: Annotated[str, IN_WORDS] = ""  # CPU cores for the servers, e.g. 0,1 (only on CPU). Empty: all, divided evenly.
+    # CPU cores for the servers, e.g. 0,1 (only on CPU). Empty: all, divided evenly.
+    cpus: Annotated[str, IN_WORDS] = ""
     served_model_name: Annotated[str, IN_WORDS] = ""  # Model name in requests. Empty: the value of --model.
     # Data type of the weights. Empty: float32 on CPU (where bfloat16 is slow), vLLM's choice on GPUs.
     dtype: Annotated[str, IN_WORDS] = ""
@@ -97,6 +98,7 @@ class Config:
 def resolve_config(config: Config) -> Config:
     """Check the settings and resolve those that depend on this machine: keys, paths and the device."""
     import router
+
     config.check()
     key = router.read_key(config.api_key, "ROUTER_API_KEY")
     log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}")
@@ -123,13 +125,15 @@ def without_links(model: str) -> str:
 def choose_device() -> str:
     """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if there is an unusable GPU."""
     import torch
+
     if torch.cuda.is_available():
         return "cuda"
     with contextlib.suppress(OSError):  # nvidia-smi may not be installed.
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
             raise ValueError(
                 f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
-                "a vLLM version for this GPU driver (see requirements.txt), or pass --device cpu")
+                "a vLLM version for this GPU driver (see requirements.txt), or pass --device cpu"
+            )
     return "cpu"
 
 
@@ -235,8 +239,16 @@ class ModelServers:
     the first server's node. With `control`, the caller replaces the weights, and nothing is compared.
     """
 
-    def __init__(self, config: Config, name: str = "", servers: list | None = None, wait: bool = True,
-                 *, before_starting=lambda slot: None, before_joining=lambda slot: None):
+    def __init__(
+        self,
+        config: Config,
+        name: str = "",
+        servers: list | None = None,
+        wait: bool = True,
+        *,
+        before_starting=lambda slot: None,
+        before_joining=lambda slot: None,
+    ):
         self.config = config = resolve_config(config)
         self.before_starting = before_starting
         self.before_joining = before_joining
@@ -451,6 +463,7 @@ class ModelServers:
         if isinstance(slot.server, Process):
             return function(*args)
         import ray
+
         if not ray.is_initialized():  # A remote call would fail without saying why.
             raise RuntimeError("Ray was shut down while servers were running")
         return ray.get(function.remote(*args))
@@ -582,7 +595,7 @@ class Process:
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
         """Return the last log lines that contain `text`, since the child's latest start (count 0: all)."""
-        written = self.log.read_bytes()[self.log_start:]
+        written = self.log.read_bytes()[self.log_start :]
         lines = written.decode("utf-8", "replace").splitlines()
         return "\n".join([line for line in lines if text in line][-count:])
 
@@ -629,6 +642,7 @@ class RouterProcess(Process):
 
     def __init__(self, config: Config):
         import router
+
         try:
             self.reserved = reserve_port(config.host, config.port)
         except OSError as error:
@@ -653,25 +667,37 @@ class VllmServer(Process):
 
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         import router
+
         self.model = config.model
         self.host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # Ray may restart the actor on another node.
             import ray
+
             self.host = ray.util.get_node_ip_address()
         self.reserved = reserve_port(self.host)
         port = self.reserved.getsockname()[1]
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", self.model,
-            "--host", self.host,
-            "--port", str(port),
-            "--served-model-name", config.served_model_name,
-            "--tensor-parallel-size", str(config.tensor_parallel_size),
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            self.model,
+            "--host",
+            self.host,
+            "--port",
+            str(port),
+            "--served-model-name",
+            config.served_model_name,
+            "--tensor-parallel-size",
+            str(config.tensor_parallel_size),
             "--disable-uvicorn-access-log",
-            "--middleware", "router.SglangGenerate",
-            "--middleware", "genrm_server.KeyGuard",
-            "--seed", str(config.seed + index),
-        ]  # fmt: skip
+            "--middleware",
+            "router.SglangGenerate",
+            "--middleware",
+            "genrm_server.KeyGuard",
+            "--seed",
+            str(config.seed + index),
+        ]
         env = dict(os.environ)
         env["VLLM_NO_USAGE_STATS"] = "1"
         env["VLLM_API_KEY"] = config.server_key
@@ -708,6 +734,7 @@ class VllmServer(Process):
     def node(self) -> str:
         """Return the ID of the Ray node on which this actor runs."""
         import ray
+
         return ray.get_runtime_context().get_node_id()
 
     def model_files(self) -> tuple[str, dict[str, list[int]]]:
@@ -728,6 +755,7 @@ def gpus_of_server(config: Config, index: int) -> str:
         gpus = visible.split(",")  # Each entry is a number or a name such as GPU-6f...
     else:
         import torch
+
         gpus = list(map(str, range(torch.cuda.device_count())))
     size = config.tensor_parallel_size
     servers_per_gpu = int(1 / config.gpu_share)
@@ -735,7 +763,7 @@ def gpus_of_server(config: Config, index: int) -> str:
     if len(gpus) < first + size:
         flag = f"--num-servers {config.num_servers}"
         raise ValueError(f"{flag}: not enough GPUs (visible: {','.join(gpus)}); pass a lower number")
-    return ",".join(gpus[first:first + size])
+    return ",".join(gpus[first : first + size])
 
 
 def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
@@ -752,7 +780,7 @@ def cores_of_server(config: Config, part: int, parts: int) -> list[list[str]]:
 def split_evenly(cores: list, count: int) -> list[list]:
     """Split the cores into `count` parts. If there are fewer cores than parts, some parts share a core."""
     n = len(cores)
-    return [cores[i * n // count:(i + 1) * n // count] or [cores[i % n]] for i in range(count)]
+    return [cores[i * n // count : (i + 1) * n // count] or [cores[i % n]] for i in range(count)]
 
 
 class KeyGuard:
@@ -771,6 +799,7 @@ class KeyGuard:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 from starlette.responses import PlainTextResponse
+
                 app = PlainTextResponse("missing or wrong key; send 'Authorization: Bearer KEY'", 401)
         await app(scope, receive, send)
 
@@ -779,6 +808,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     import router
+
     try:
         servers = ModelServers(router.cli(Config))
         try:

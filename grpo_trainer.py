@@ -221,8 +221,14 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     with tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None) as progress:
         if config.rollout_fn:
             run.rollout_runner.roll_out(
-                groups, model=getattr(run.policy, "model", None), servers=run.servers, seed=seed,
-                step=batch.step, stop=run.cancelled, **options)  # fmt: skip
+                groups,
+                model=getattr(run.policy, "model", None),
+                servers=run.servers,
+                seed=seed,
+                step=batch.step,
+                stop=run.cancelled,
+                **options,
+            )
         elif run.servers:
             rollout_vllm(run.servers, samples, stop=run.cancelled, **options)
         else:
@@ -309,8 +315,14 @@ def check_failures(run: Run, batch: Batch, split: str) -> None:
     failed = [sample for sample in samples if sample.failure]
     rate = len(failed) / len(samples)
     if rate > run.config.max_no_verdict_rate or rate == 1:
-        stop(run, batch, split, failed[0], f"{rate:.0%} of the rollouts have failed",
-             "fix the rollout function, because failed rollouts get no reward")  # fmt: skip
+        stop(
+            run,
+            batch,
+            split,
+            failed[0],
+            f"{rate:.0%} of the rollouts have failed",
+            "fix the rollout function, because failed rollouts get no reward",
+        )
 
 
 def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: str) -> None:
@@ -329,8 +341,14 @@ def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: st
     rate = max(missing_rate(of_batch), missing_rate(recent))
     if of_batch["missing"] and rate > run.config.max_no_verdict_rate:
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
-        stop(run, batch, split, first, f"{rate:.0%} of the samples that needed a verdict have none",
-             "check the reward function and the reward model")  # fmt: skip
+        stop(
+            run,
+            batch,
+            split,
+            first,
+            f"{rate:.0%} of the samples that needed a verdict have none",
+            "check the reward function and the reward model",
+        )
 
 
 def missing_rate(counts: Counter) -> float:
@@ -343,7 +361,7 @@ def stop(run: Run, batch: Batch, split: str, sample: Sample, complaint: str, rem
     run.log.samples(batch.step, split, batch.groups, run.decode)
     raise RuntimeError(
         f"step {batch.step}: {complaint} (--max-no-verdict-rate {run.config.max_no_verdict_rate:g}); "
-        f"{remedy}. The first such sample has the status \"{sample.result['status']}\": "
+        f'{remedy}. The first such sample has the status "{sample.result["status"]}": '
         f"{sample.result['reward_extra_info']}"
     )
 

@@ -340,8 +340,10 @@ class Policy:
         """
         norm = gather_full(clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)).item()
         if not math.isfinite(loss + norm):
-            raise RuntimeError(f"the loss ({loss:g}) or the gradient norm ({norm:g}) is not finite; look "
-                               "for unusual samples in samples.jsonl, or lower --lr")  # fmt: skip
+            raise RuntimeError(
+                f"the loss ({loss:g}) or the gradient norm ({norm:g}) is not finite; look "
+                "for unusual samples in samples.jsonl, or lower --lr"
+            )
         self.num_updates += 1  # Count first: if the next line fails, weights may have changed.
         self.optimizer.step()
         return norm
@@ -553,6 +555,8 @@ def check_sampler(sums: Counter, limit: float) -> None:
     """Raise RuntimeError if the samples do not seem to come from the policy's weights."""
     apart = sums["difference_sum"] / sums["compared_tokens"]
     if not apart <= limit:  # This is also true for NaN.
-        raise RuntimeError(f"rollout/logprob_diff {apart:.3f} exceeds --max-logprob-diff {limit:g}: the "
-                           "sampler does not use the trainer's weights, or uses a different precision; "
-                           "see policy-mismatch in docs/troubleshooting.md")  # fmt: skip
+        raise RuntimeError(
+            f"rollout/logprob_diff {apart:.3f} exceeds --max-logprob-diff {limit:g}: the "
+            "sampler does not use the trainer's weights, or uses a different precision; "
+            "see policy-mismatch in docs/troubleshooting.md"
+        )

@@ -162,21 +162,25 @@ def checked_row(row: dict, is_table: bool) -> dict:
     None for missing keys.
     """
     if not isinstance(row["data_source"], str):
-        raise ValueError(f"data_source is {row['data_source']!r}; it must be a string that names the "
-                         "data set")  # fmt: skip
+        raise ValueError(
+            f"data_source is {row['data_source']!r}; it must be a string that names the data set"
+        )
     if not isinstance(row["extra_info"], dict | None):
         raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
     prompt = row["prompt"]
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} "
-                         "messages")  # fmt: skip
+        raise ValueError(
+            f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} messages"
+        )
     tools = row.get("tools")
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
             tools = json.loads(tools or "null")
     if not isinstance(tools, list | None):
-        raise ValueError(f"tools is {tools!r:.60}; it must be a list of JSON schemas for the chat template; "
-                         "rename the column if it is something else")  # fmt: skip
+        raise ValueError(
+            f"tools is {tools!r:.60}; it must be a list of JSON schemas for the chat template; "
+            "rename the column if it is something else"
+        )
     if is_table:
         prompt, tools = without_nulls(prompt), without_nulls(tools)
     row = row | {"prompt": [checked_message(message) for message in prompt]}
@@ -200,8 +204,10 @@ def checked_message(message) -> dict:
     Keys with the value None are dropped, because some templates check only whether a key exists.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"prompt contains the message {message!r:.60}; each message must be an object "
-                         "with role and content")  # fmt: skip
+        raise ValueError(
+            f"prompt contains the message {message!r:.60}; each message must be an object "
+            "with role and content"
+        )
     kept = {key: value for key, value in message.items() if value is not None}
     content = kept.get("content")
     if content is None and kept.get("tool_calls"):  # Only calls: some templates would write "None".
@@ -211,8 +217,10 @@ def checked_message(message) -> dict:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             content = kept["content"] = "".join(texts)
     if not isinstance(content, str):
-        raise ValueError(f"prompt contains a {message['role']} message with the content {content!r:.60}; "
-                         "the content must be a string or a list of text parts")  # fmt: skip
+        raise ValueError(
+            f"prompt contains a {message['role']} message with the content {content!r:.60}; "
+            "the content must be a string or a list of text parts"
+        )
     return kept
 
 
@@ -359,8 +367,14 @@ class Source(NamedTuple):  # An output file and the source of its rows.
 
 
 SOURCES = [
-    Source("dapo", "math-dapo", "train", "open-r1/DAPO-Math-17k-Processed", "all/train-*.parquet",
-           f"{ANSWER}|solution"),
+    Source(
+        "dapo",
+        "math-dapo",
+        "train",
+        "open-r1/DAPO-Math-17k-Processed",
+        "all/train-*.parquet",
+        f"{ANSWER}|solution",
+    ),
     Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet"),
     Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", f"{ANSWER}|solution"),
     Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build=build_gpqa),
@@ -370,7 +384,7 @@ SOURCES = [
     Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build=build_critic),
     Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build=build_critic),
     Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
-]  # fmt: skip
+]
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 # Modules that make rows themselves, with a function make_rows(task, settings) -> {name: rows}.
 MAKERS = {"toy": "toy.toy_world", "reasoning_gym": "recipes.gym_tasks"}
@@ -434,7 +448,8 @@ class Config:
     # reasoning-gym, with optional settings.
     tasks: list[Task | str]
     out_dir: Path = Path("data")  # Directory of the parquet files; ~ is expanded.
-    source_dir: Annotated[Path | None, IN_WORDS] = None  # Directory of local files to convert. Default: download from the Hub.
+    # Directory of local files to convert. Default: download from the Hub.
+    source_dir: Annotated[Path | None, IN_WORDS] = None
     seed: int = 0  # Random seed for the order of GPQA's choices and the problems of toy and reasoning_gym.
 
 

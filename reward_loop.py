@@ -51,16 +51,29 @@ from tyro.conf import arg
 
 import reward_worker
 from command_line import json_object, named, split_arguments
-from reward_worker import (HERE, ISOLATE_AFTER, START_S, Job, error_line, failure, file_and_name,
-                           fingerprints, flag, load_function, modules_of_the_user)  # fmt: skip
+from reward_worker import (
+    HERE,
+    ISOLATE_AFTER,
+    START_S,
+    Job,
+    error_line,
+    failure,
+    file_and_name,
+    fingerprints,
+    flag,
+    load_function,
+    modules_of_the_user,
+)
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many concurrent requests without a slowdown.
 BLOCKED_S = 5.0  # After this time without a response from a worker, the manager logs a warning.
 WEDGED_S = 20.0  # After the timeout plus this time without a response, the manager kills the worker.
 GIVE_UP_AFTER = 5  # A call that is lost more than this many times gets the status "error".
-BLOCKED = ("a reward worker does not respond: its async reward function blocks the event loop; await long "
-           "operations, or define the function with `def`")  # fmt: skip
+BLOCKED = (
+    "a reward worker does not respond: its async reward function blocks the event loop; await long "
+    "operations, or define the function with `def`"
+)
 FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # only for functions that name them
 
 log = logging.getLogger("reward_loop")
@@ -106,8 +119,14 @@ class RewardOptions:
     max_no_verdict_rate: float = 0.2
 
     # Other numeric options must be at least 0. These attributes have no type, so they are not options.
-    must_be_positive = ("genrm_servers", "genrm_tensor_parallel", "genrm_gpu_share", "timeout",
-                        "max_in_flight", "max_rpm")  # fmt: skip
+    must_be_positive = (
+        "genrm_servers",
+        "genrm_tensor_parallel",
+        "genrm_gpu_share",
+        "timeout",
+        "max_in_flight",
+        "max_rpm",
+    )
     may_be_negative = ()
     may_be_infinite = ("timeout",)  # limits that inf turns off
 
@@ -168,6 +187,7 @@ class RewardOptions:
         if not self.genrm:
             return {}
         import genrm_server
+
         configs = {}
         tasks = itertools.cycle(self.reward_model_task)
         for (name, path), task in zip(named("genrm", self.genrm).items(), tasks):
@@ -209,9 +229,11 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     try:
         signature.bind(**dict.fromkeys(names), **models | settings)
     except TypeError as error:
-        raise ValueError(f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
-                         "--reward-kwargs or a reward model, or write an adapter (see "
-                         "docs/reward_functions.md)") from None  # fmt: skip
+        raise ValueError(
+            f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
+            "--reward-kwargs or a reward model, or write an adapter (see "
+            "docs/reward_functions.md)"
+        ) from None
     needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in required
     if "reward_model_tokenizer" not in models or not needs_tokenizer:  # Loading a tokenizer takes seconds.
         tokenizer = None
@@ -234,12 +256,16 @@ def default_function(options: RewardOptions, has_model: bool, tokenizer: str | N
     function = f"{HERE}/compute_score.py:compute_score"
     if options.reward_model_task[0] == "classify":
         if not tokenizer:
-            raise ValueError("--reward-model-task classify: the reward model needs a tokenizer; pass "
-                             "--reward-model-tokenizer PATH")  # fmt: skip
+            raise ValueError(
+                "--reward-model-task classify: the reward model needs a tokenizer; pass "
+                "--reward-model-tokenizer PATH"
+            )
         return f"{function}_discriminative"
     if has_model:
-        raise ValueError("--reward-fn: the default does not query a generative reward model; pass a "
-                         "function that does, such as compute_score.py:compute_score_fapo")  # fmt: skip
+        raise ValueError(
+            "--reward-fn: the default does not query a generative reward model; pass a "
+            "function that does, such as compute_score.py:compute_score_fapo"
+        )
     return function
 
 
@@ -272,6 +298,7 @@ def row_checker(job: Job):
 @dataclasses.dataclass(eq=False)
 class ScoringCall:
     """One call of the function, for one sample or a group. The manager keeps it until a result arrives."""
+
     payload: bytes
     futures: dict[Future, int | None]  # future result of each sample -> number of response tokens
     losses: int = 0  # number of times that the call was lost: a process died, or Ray dropped the call
@@ -281,6 +308,7 @@ class ScoringCall:
 @dataclasses.dataclass(eq=False)
 class Worker:
     """A worker, which Ray restarts if it dies, on another node if necessary."""
+
     actor: object
     incarnation: str  # changes with each restart
     ready: bool = True
@@ -332,13 +360,16 @@ class RewardLoopManager:
         """Start the workers and wait until they have loaded the function."""
         connect_ray()
         import ray
+
         self._ray = ray
         nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
         for address in addresses.values():
             if len(set(nodes)) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
-                raise ValueError(f"--router-address {address}: workers on other nodes cannot reach it; start "
-                                 "the router with --host 0.0.0.0 and a key, and pass its network address, "
-                                 "such as 10.0.0.2:30000")  # fmt: skip
+                raise ValueError(
+                    f"--router-address {address}: workers on other nodes cannot reach it; start "
+                    "the router with --host 0.0.0.0 and a key, and pass its network address, "
+                    "such as 10.0.0.2:30000"
+                )
         num_workers = self.options.num_workers or max(2, len(nodes))
         processes = self.options.sync_processes
         if not processes:
@@ -412,6 +443,7 @@ class RewardLoopManager:
         `by_group`. on_result(index, result) is called as soon as a result arrives; its errors end the batch.
         """
         from tqdm import tqdm
+
         groups = [[index] for index in range(len(samples))]
         if self.job.sees_group:
             groups = by_group(samples)
@@ -656,6 +688,7 @@ def folder_digest(path: str | None) -> str:
     if not path or not os.path.isdir(os.path.expanduser(path)):
         return ""
     from genrm_server import model_state
+
     return hashlib.sha256(json.dumps(model_state(path)).encode()).hexdigest()
 
 
@@ -682,8 +715,10 @@ def only_model(cards: list[dict], address: str, remedy: str) -> dict:
     if len({card.get("root") or card["id"] for card in cards}) > 1:
         names = [card["id"] for card in cards]
         remedy = remedy.replace("NAME", names[0])
-        raise ValueError(f"--router-address {address}: the server serves several models "
-                         f"({', '.join(names)}); choose one with {remedy}")  # fmt: skip
+        raise ValueError(
+            f"--router-address {address}: the server serves several models "
+            f"({', '.join(names)}); choose one with {remedy}"
+        )
     return cards[0]
 
 
@@ -751,13 +786,16 @@ def memory_kills(ray) -> list[str]:
     complaints = []
     with contextlib.suppress(AttributeError, ImportError):  # Other versions of Ray may store this elsewhere.
         from ray.core.generated import common_pb2, gcs_pb2
+
         job = ray.get_runtime_context().get_job_id()
         for row in ray._private.state.state._connect_and_get_accessor().get_worker_table():
             process = gcs_pb2.WorkerTableData.FromString(row)
             if process.exit_type == common_pb2.NODE_OUT_OF_MEMORY and process.job_id.hex() == job:
                 report = re.sub(r", ID: \w+", "", process.exit_detail.partition("\n")[0])
-                complaints.append(f"out of memory. Ray reports: {report}; end other programs, or lower "
-                                  "--num-workers and --sync-processes")  # fmt: skip
+                complaints.append(
+                    f"out of memory. Ray reports: {report}; end other programs, or lower "
+                    "--num-workers and --sync-processes"
+                )
     return complaints
 
 
@@ -779,6 +817,7 @@ def connect_ray() -> bool:
     """Join the Ray cluster of RAY_ADDRESS or of this machine, or start one. Return whether it started one."""
     import ray
     from ray._private import auto_init_hook, services
+
     # A call after Ray's shutdown then raises an error, whereas by default, it would start another cluster.
     auto_init_hook.enable_auto_connect = False
     if ray.is_initialized():
@@ -797,8 +836,11 @@ def connect_ray() -> bool:
         where = "started a cluster for this run"
     have = ray.cluster_resources()
     logs = os.path.join(ray._private.worker._global_node.get_session_dir_path(), "logs", "worker-*")
-    print(f"Ray: {where}, with {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs; the output of "
-          f"reward functions is in {logs}", flush=True)  # fmt: skip
+    print(
+        f"Ray: {where}, with {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs; the output of "
+        f"reward functions is in {logs}",
+        flush=True,
+    )
     return address == "local"
 
 
@@ -832,6 +874,7 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
     models = None
     if options.genrm:
         from cluster import placement
+
         models = placement.RewardModelManager(options.server_configs(sleep_mode), reservation)
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)

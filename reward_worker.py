@@ -49,6 +49,7 @@ ISOLATE_AFTER = 2  # A call that was lost this often runs alone in a grading pro
 @dataclasses.dataclass
 class Job:
     """What workers and grading processes need to know about a run. All values can be written as JSON."""
+
     function: str  # FILE:NAME with the full path
     kwargs: dict  # keyword arguments that are the same for every sample
     columns: dict[str, bool]  # row columns among the function's parameters -> whether they are required
@@ -147,10 +148,15 @@ def load_function(spec: str, kind: str = "--reward-fn"):
         raise ValueError(f"{kind} {spec}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        here = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"
-                and value.__module__ == module_name]  # fmt: skip
-        raise ValueError(f"{kind} {spec}: {path.name} has no function {name}; it defines "
-                         f"{', '.join(here[:10]) or 'no function'}")  # fmt: skip
+        here = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and key[0] != "_" and value.__module__ == module_name
+        ]
+        raise ValueError(
+            f"{kind} {spec}: {path.name} has no function {name}; it defines "
+            f"{', '.join(here[:10]) or 'no function'}"
+        )
     return function
 
 
@@ -225,8 +231,10 @@ def unpickled(payload: bytes) -> dict:
     try:
         return pickle.loads(payload)
     except Exception as error:  # A class of the rollout function's file may not exist here.
-        raise ValueError(f"the sample's data cannot be loaded for the reward function ({error_line(error)}); "
-                         "use only numbers, strings, lists and dicts in trajectory.info") from error
+        raise ValueError(
+            f"the sample's data cannot be loaded for the reward function ({error_line(error)}); "
+            "use only numbers, strings, lists and dicts in trajectory.info"
+        ) from error
 
 
 class Scorer:
@@ -248,6 +256,7 @@ class Scorer:
         self.check_imports()
         if job.tokenizer:
             from transformers import AutoTokenizer
+
             tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
             # Transformers 5 returns a dict, but functions written for verl expect token ids, as in version 4.
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
@@ -358,8 +367,13 @@ def is_retryable(error: BaseException) -> bool:
         status = status or getattr(place, "status", None) or getattr(place, "status_code", None)
     if isinstance(status, int):
         return status in (408, 429) or 500 <= status < 600
-    broken = {"ClientConnectionError", "ClientPayloadError", "APIConnectionError", "TransportError",
-              "ConnectionError"}  # fmt: skip
+    broken = {
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "APIConnectionError",
+        "TransportError",
+        "ConnectionError",
+    }
     return not broken.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 

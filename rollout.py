@@ -341,11 +341,14 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
         raise RuntimeError(f"policy servers at {address}: a request failed with HTTP {status}: {text[:300]}")
     choice = msgspec.json.decode(text, type=answer_type).choices[0]
     if choice.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"policy servers at {address}: a response has the unknown finish_reason "
-                           f"{choice.finish_reason!r}")  # fmt: skip
+        raise RuntimeError(
+            f"policy servers at {address}: a response has the unknown finish_reason {choice.finish_reason!r}"
+        )
     if choice.finish_reason == "length" and len(choice.token_ids) < body["max_tokens"]:
-        raise RuntimeError(f"policy servers at {address}: a response ended after {len(choice.token_ids)} of "
-                           f"{body['max_tokens']} tokens; raise vLLM's --max-model-len")  # fmt: skip
+        raise RuntimeError(
+            f"policy servers at {address}: a response ended after {len(choice.token_ids)} of "
+            f"{body['max_tokens']} tokens; raise vLLM's --max-model-len"
+        )
     return choice
 
 
@@ -353,8 +356,10 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
 
 # Load the new weights, then drop the keys and values that the old weights computed. With
 # reset_running_requests, every version of vLLM reports a failed reset as an error.
-RELOAD = (("/collective_rpc", {"method": "reload_weights"}),
-          ("/reset_prefix_cache?reset_running_requests=true", None))  # fmt: skip
+RELOAD = (
+    ("/collective_rpc", {"method": "reload_weights"}),
+    ("/reset_prefix_cache?reset_running_requests=true", None),
+)
 # For these models, vLLM's classes reuse the embedding as the head and reject a separate head.
 NO_HEAD = {"Gemma2ForCausalLM"}
 
@@ -371,6 +376,7 @@ class PolicyServers:
 
     def __init__(self, policy, tokenizer, config):
         from genrm_server import resolve_config
+
         self.policy = policy
         self.service = None  # the ModelServers, after the start
         self.has_synced = False
@@ -402,12 +408,14 @@ class PolicyServers:
 
     def start(self, config):
         from genrm_server import ModelServers
+
         self.write_weights()
         self.service = ModelServers(config, "policy", before_joining=self.reload)
 
     def reads_tokens(self) -> bool:
         """Return whether a server has the token endpoint. It then rejects an empty prompt, not the path."""
         from genrm_server import request
+
         key, url = self.service.config.server_key, self.service.slots[0].url
         return request("POST", url + TOKEN_ENDPOINT, {"token_ids": []}, key)[0] in (400, 422)
 

@@ -76,8 +76,17 @@ class Config:
     host: str = "127.0.0.1"  # Address to listen on. 0.0.0.0 opens it to the network: set an API key then.
     port: int = 30000  # Port to listen on. 0: choose a free port and print it.
     # Paths to forward, including all paths below them. /: forward every path.
-    forward: tuple[str, ...] = ("/v1", "/generate", "/inference/v1/generate", "/classify", "/pooling",
-                                "/score", "/rerank", "/tokenize", "/detokenize")
+    forward: tuple[str, ...] = (
+        "/v1",
+        "/generate",
+        "/inference/v1/generate",
+        "/classify",
+        "/pooling",
+        "/score",
+        "/rerank",
+        "/tokenize",
+        "/detokenize",
+    )
     # How the router chooses a server: each in turn, or the one with the fewest running requests.
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
     max_attempts: int = 3  # Maximum number of servers to try for one request.
@@ -103,8 +112,14 @@ class Config:
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""
-        for name in ("max_attempts", "unhealthy_after", "max_body_mib", "health_interval", "health_timeout",
-                     "request_timeout"):
+        for name in (
+            "max_attempts",
+            "unhealthy_after",
+            "max_body_mib",
+            "health_interval",
+            "health_timeout",
+            "request_timeout",
+        ):
             if not 0 < getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} {getattr(self, name)}: must be above 0 and finite")
@@ -346,8 +361,10 @@ class Router:
             self.models = worker.models
             return ""
         theirs, ours = ", ".join(worker.models), ", ".join(self.models)
-        return (f"its models ({theirs:.200}) differ from those of the first server ({ours:.200}); start one "
-                "router per model, or pass --mixed-models if any server may answer any request")
+        return (
+            f"its models ({theirs:.200}) differ from those of the first server ({ours:.200}); start one "
+            "router per model, or pass --mixed-models if any server may answer any request"
+        )
 
     def lacks_something(self, error: Exception) -> bool:
         """Return whether the router lacks file descriptors, ports or memory for a connection."""
@@ -416,8 +433,12 @@ class Router:
         if path == "/health":
             healthy = sum(worker.healthy for worker in self.workers.values())
             hanging = sum(worker.hangs for worker in self.workers.values())
-            state = {"healthy": healthy, "servers": len(self.workers), "waiting": self.waiting,
-                     "hanging": hanging}
+            state = {
+                "healthy": healthy,
+                "servers": len(self.workers),
+                "waiting": self.waiting,
+                "hanging": hanging,
+            }
             return web.json_response(state, status=200 if healthy else 503)
         key = self.api_key
         if path == "/workers" and request.method != "GET" and self.server_key:
@@ -444,8 +465,14 @@ class Router:
     def metrics(self) -> str:
         """Return the state of the servers as Prometheus text."""
         lines = [f"router_waiting {self.waiting}"]
-        for name in ("requests_total", "failures_total", "retries_total", "seconds_total",
-                     "in_flight", "healthy"):
+        for name in (
+            "requests_total",
+            "failures_total",
+            "retries_total",
+            "seconds_total",
+            "in_flight",
+            "healthy",
+        ):
             for worker in self.workers.values():
                 value = float(getattr(worker, name.removesuffix("_total")))
                 lines.append(f'router_{name}{{worker="{worker.url}"}} {value}')
@@ -619,8 +646,12 @@ class Router:
         if self.unanswered[worker, path] >= self.config.unhealthy_after:
             count = self.unanswered.pop((worker, path))
             worker.hangs = True
-            self.set_health(worker, False, f"it hangs: {count} requests in a row to {path} got no answer "
-                                           "although other servers answered; restart the server")
+            self.set_health(
+                worker,
+                False,
+                f"it hangs: {count} requests in a row to {path} got no answer "
+                "although other servers answered; restart the server",
+            )
             self.move_requests(worker)
 
     def unavailable(self, problem: str) -> web.Response:
@@ -644,7 +675,8 @@ class Router:
         limit = asyncio.timeout(deadline - begun)  # `poll` ends it early if the server is unhealthy.
         self.time_limits[worker].add(limit)
         call = self.session.request(
-            request.method, url, headers=headers, data=body or None, allow_redirects=False)
+            request.method, url, headers=headers, data=body or None, allow_redirects=False
+        )
         try:
             async with limit, call as answer:
                 start = {"status": answer.status, "reason": answer.reason}
@@ -712,6 +744,7 @@ class SglangGenerate:
             return await self.app(scope, receive, send)
         from starlette.requests import Request
         from starlette.responses import Response
+
         completion = completion_request(await Request(scope, receive).body())
         bodies = [json.dumps(completion).encode()]
         messages = []

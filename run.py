@@ -100,13 +100,17 @@ class Run:
             self.resume_from = str(checkpoints[-1])
             rank = self.config.lora_rank
             if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
-                raise ValueError(f"--lora-rank {rank}: does not match the checkpoint {self.resume_from}; "
-                                 "pass the rank that the run started with")  # fmt: skip
+                raise ValueError(
+                    f"--lora-rank {rank}: does not match the checkpoint {self.resume_from}; "
+                    "pass the rank that the run started with"
+                )
             try:
                 state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
             except ValueError as error:
-                raise ValueError(f"cannot load {self.resume_from} (trainer_state.json: {error}); delete the "
-                                 "checkpoint to resume from the previous one") from error  # fmt: skip
+                raise ValueError(
+                    f"cannot load {self.resume_from} (trainer_state.json: {error}); delete the "
+                    "checkpoint to resume from the previous one"
+                ) from error
             self.compare_model()
             self.started = datetime.fromisoformat(state.get("started", self.started.isoformat()))
             print(f"resuming from {self.resume_from}")
@@ -124,8 +128,10 @@ class Run:
         try:
             return json.loads(file.read_text())
         except ValueError as error:
-            raise ValueError(f"--out-dir {file.parent}: {file} is truncated ({error}); delete this file, and "
-                             "the run writes it again") from error  # fmt: skip
+            raise ValueError(
+                f"--out-dir {file.parent}: {file} is truncated ({error}); delete this file, and "
+                "the run writes it again"
+            ) from error
 
     def compare_model(self):
         """Print a warning if the run is resumed with a different --model."""
@@ -137,8 +143,11 @@ class Run:
             use = "--kl-coef now compares with"
             if config.lora_rank:
                 use = "the adapters are now added to"
-            print(f"--model {config.model}: the run started with {before}, but {use} this model; pass "
-                  f"--model {before}, unless both models are the same", flush=True)  # fmt: skip
+            print(
+                f"--model {config.model}: the run started with {before}, but {use} this model; pass "
+                f"--model {before}, unless both models are the same",
+                flush=True,
+            )
 
     def compare_judges(self):
         """Print a warning if the run is resumed with other reward models than at its previous start."""
@@ -147,8 +156,11 @@ class Run:
             return
         changed = reward_loop.changes_between(starts[-2]["judges"], starts[-1]["judges"])
         if changed:
-            print(f"resuming with a different judge (not the same: {', '.join(changed)}); rewards before and "
-                  f"after step {self.step} cannot be compared", flush=True)  # fmt: skip
+            print(
+                f"resuming with a different judge (not the same: {', '.join(changed)}); rewards before and "
+                f"after step {self.step} cannot be compared",
+                flush=True,
+            )
 
     def compare_prompts(self, before: dict):
         """Print a warning if the run is resumed with other prompts, or in another order, than `before`."""
@@ -164,9 +176,12 @@ class Run:
             files = config.train_file
             if not isinstance(files, str):
                 files = " ".join(files)
-            print(f"--train-file {files}: the prompts or their order (--seed) are not those of the "
-                  f"checkpoint; the run skips the first {self.num_prompts_drawn} of them. To train on all of "
-                  "them, pass the checkpoint as --model and another --out-dir", flush=True)  # fmt: skip
+            print(
+                f"--train-file {files}: the prompts or their order (--seed) are not those of the "
+                f"checkpoint; the run skips the first {self.num_prompts_drawn} of them. To train on all of "
+                "them, pass the checkpoint as --model and another --out-dir",
+                flush=True,
+            )
 
     def read_tokenizer(self):
         config = self.config
@@ -184,12 +199,16 @@ class Run:
         try:
             self.tokenizer = load_tokenizer(self.base_model, trust)
         except json.JSONDecodeError as error:
-            raise ValueError(f"--model {self.base_model}: a file of the tokenizer is truncated ({error}); "
-                             "copy the tokenizer's files again") from error  # fmt: skip
+            raise ValueError(
+                f"--model {self.base_model}: a file of the tokenizer is truncated ({error}); "
+                "copy the tokenizer's files again"
+            ) from error
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"--model {self.base_model}: the tokenizer has no chat template; pass an "
-                             "instruct model, or add a chat template to the tokenizer")  # fmt: skip
+            raise ValueError(
+                f"--model {self.base_model}: the tokenizer has no chat template; pass an "
+                "instruct model, or add a chat template to the tokenizer"
+            )
 
     def read_data(self):
         config = self.config
@@ -205,8 +224,10 @@ class Run:
                 f"the learning rate never reaches --lr {config.lr:g}; lower --lr-warmup-steps"
             )
         if len(self.train_rows) < config.train_batch_size:
-            print(f"--train-batch-size {config.train_batch_size}: exceeds the {len(self.train_rows)} rows of "
-                  "--train-file, so prompts repeat within a step; lower --train-batch-size")  # fmt: skip
+            print(
+                f"--train-batch-size {config.train_batch_size}: exceeds the {len(self.train_rows)} rows of "
+                "--train-file, so prompts repeat within a step; lower --train-batch-size"
+            )
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
             path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
@@ -215,8 +236,10 @@ class Run:
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
             if n > 1 and len(rows) >= 2 * len(prompts):
-                print(f"--val-file {path}: prompts repeat ({len(rows)} rows, {len(prompts)} prompts), and "
-                      f"each row gets {n} samples; pass {path}:1 to take one sample per row")  # fmt: skip
+                print(
+                    f"--val-file {path}: prompts repeat ({len(rows)} rows, {len(prompts)} prompts), and "
+                    f"each row gets {n} samples; pass {path}:1 to take one sample per row"
+                )
         rows = self.train_rows + [row for row, _ in self.val_rows]
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = self.model_config.get_text_config()
@@ -465,16 +488,21 @@ class Run:
         info = self.policy.model_info()
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
-            print(f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
-                  "trained; checkpoints omit other parts, such as a vision encoder", flush=True)  # fmt: skip
+            print(
+                f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
+                "trained; checkpoints omit other parts, such as a vision encoder",
+                flush=True,
+            )
         if info["adapters"]:
             print(info["adapters"], flush=True)
         elif config.total_steps:  # An evaluation writes no checkpoints.
             check_room(config, self.step, 12e-9 * info["numel"])  # Adapters are too small to check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
-            raise ValueError(f"--model {self.base_model}: neither the model nor its tokenizer defines an "
-                             "end token; add eos_token to the tokenizer")  # fmt: skip
+            raise ValueError(
+                f"--model {self.base_model}: neither the model nor its tokenizer defines an "
+                "end token; add eos_token to the tokenizer"
+            )
         if config.rollout == "hf":
             check_sampling(self.policy)
             self.policy.samples_itself = True
@@ -518,8 +546,9 @@ class Run:
     def finish(self):
         """Write report.html, and with LoRA the merged model, after the last step."""
         config = self.config
-        tools = import_tools("report.html and the merged model were not written, because they need the "
-                             "folders tools/ and toy/")  # fmt: skip
+        tools = import_tools(
+            "report.html and the merged model were not written, because they need the folders tools/ and toy/"
+        )
         if not tools:
             return
         if config.lora_rank and self.step:
@@ -641,8 +670,10 @@ def check_progress(log: Log) -> None:
     last = log.history[-limit:]
     has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # Step 0 lacks the metric.
     if limit and len(last) == limit and not has_signal:
-        raise RuntimeError(f"no group had a learning signal in {limit} consecutive steps "
-                           "(--max-idle-steps); check the rewards in samples.jsonl")  # fmt: skip
+        raise RuntimeError(
+            f"no group had a learning signal in {limit} consecutive steps "
+            "(--max-idle-steps); check the rewards in samples.jsonl"
+        )
 
 
 class Interrupts:

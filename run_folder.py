@@ -71,8 +71,9 @@ def check_folder(config):
     """
     out_dir = Path(config.out_dir)
     if config.resume == "never" and checkpoints_in(out_dir / "checkpoints"):
-        raise ValueError(f"--out-dir {out_dir}: already contains a run; pass --resume auto, or another "
-                         "directory")  # fmt: skip
+        raise ValueError(
+            f"--out-dir {out_dir}: already contains a run; pass --resume auto, or another directory"
+        )
     out_dir.mkdir(parents=True, exist_ok=True)
     lock = open(out_dir / ".lock", "w")
     try:
@@ -237,8 +238,11 @@ class Log:
         if self.config.wandb and step >= 0 and lines and lines[-1]["step"] > step:
             last = lines[-1]["step"]
             self.wandb_shift += last - step
-            print(f"W&B cannot delete steps {step + 1} to {last}, so it will show them twice; the later "
-                  "lines count", flush=True)  # fmt: skip
+            print(
+                f"W&B cannot delete steps {step + 1} to {last}, so it will show them twice; the later "
+                "lines count",
+                flush=True,
+            )
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
 
@@ -283,9 +287,11 @@ class Log:
         """
         *before, last = [line[MISMATCH] for line in self.history if MISMATCH in line]
         if len(before) >= 3 and last > max(3 * median(before), 1e-5):  # Rounding alone is below 1e-5.
-            print(f"WARNING: {MISMATCH} is {last:.2g}, but its median so far is {median(before):.2g}: the "
-                  "servers may have old weights; see policy-mismatch in docs/troubleshooting.md",
-                  flush=True)  # fmt: skip
+            print(
+                f"WARNING: {MISMATCH} is {last:.2g}, but its median so far is {median(before):.2g}: the "
+                "servers may have old weights; see policy-mismatch in docs/troubleshooting.md",
+                flush=True,
+            )
 
     def seconds_left(self, step: int) -> float:
         """Estimate the seconds until the last step from the last ten steps; 0 if none of them has a time.

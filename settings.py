@@ -184,11 +184,14 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     def check(self) -> None:
         """Raise ValueError for settings that would fail late or silently do harm."""
         if self.group_size < 2:
-            raise ValueError(f"--group-size {self.group_size}: must be at least 2, because each sample is "
-                             "compared with other samples of its prompt")  # fmt: skip
+            raise ValueError(
+                f"--group-size {self.group_size}: must be at least 2, because each sample is "
+                "compared with other samples of its prompt"
+            )
         if self.clip_c is not None and not self.clip_c > 1:
-            raise ValueError(f"--clip-c {self.clip_c}: must be above 1, or wrong answers would get no "
-                             "gradient")  # fmt: skip
+            raise ValueError(
+                f"--clip-c {self.clip_c}: must be above 1, or wrong answers would get no gradient"
+            )
         if self.val_top_p > 1:
             raise ValueError(f"--val-top-p {self.val_top_p}: must be at most 1, because it is a probability")
         if not all(0 <= beta < 1 for beta in self.adam_betas):
@@ -203,8 +206,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError(f"--lora-targets {targets}: has no effect without --lora-rank; pass both")
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
-                raise ValueError(f"--{name}: needs the package {name}, which is not installed; run pip "
-                                 f"install {name}")  # fmt: skip
+                raise ValueError(
+                    f"--{name}: needs the package {name}, which is not installed; run pip install {name}"
+                )
         if self.wandb:
             check_wandb()
         for name in ("advantage_kwargs", "loss_kwargs"):
@@ -214,14 +218,18 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         check_functions(self)
         length_penalty_of(self)
         if not self.rollout_fn and self.rollout_kwargs != "{}":
-            raise ValueError(f"--rollout-kwargs {self.rollout_kwargs}: has no effect without --rollout-fn; "
-                             "pass both")  # fmt: skip
+            raise ValueError(
+                f"--rollout-kwargs {self.rollout_kwargs}: has no effect without --rollout-fn; pass both"
+            )
         if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
-            raise ValueError(f"--rollout-timeout {self.rollout_timeout:g}: has no effect without "
-                             "--rollout-fn; pass both")  # fmt: skip
+            raise ValueError(
+                f"--rollout-timeout {self.rollout_timeout:g}: has no effect without --rollout-fn; pass both"
+            )
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
-            raise ValueError("--overlap: does not work with --rollout hf or --reward-mode colocate; pass "
-                             "--rollout vllm and --reward-mode standalone")  # fmt: skip
+            raise ValueError(
+                "--overlap: does not work with --rollout hf or --reward-mode colocate; pass "
+                "--rollout vllm and --reward-mode standalone"
+            )
         self.make_job()  # This checks the other settings of the rewards, and loads the function.
 
     def policy_servers(self):
@@ -251,8 +259,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if rollout == "auto":
             rollout = "hf" if in_process and not self.overlap else "vllm"
         if rollout == "hf" and not in_process:
-            raise ValueError("--rollout hf: needs the policy in the trainer's process (--device cpu and one "
-                             "rank); pass --rollout vllm")  # fmt: skip
+            raise ValueError(
+                "--rollout hf: needs the policy in the trainer's process (--device cpu and one "
+                "rank); pass --rollout vllm"
+            )
         tis_cap = self.tis_cap
         if self.overlap and tis_cap is None:
             tis_cap = 2.0
@@ -268,5 +278,7 @@ def check_wandb() -> None:
     try:
         wandb.login(verify=False)
     except wandb.Error as error:
-        raise ValueError(f"--wandb: {error} Run wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline to "
-                         "send the metrics later with wandb sync") from error  # fmt: skip
+        raise ValueError(
+            f"--wandb: {error} Run wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline to "
+            "send the metrics later with wandb sync"
+        ) from error

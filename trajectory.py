@@ -234,8 +234,10 @@ class Trajectory:
         """Return these token ids if they exist and have room after the first `kept` tokens."""
         for id in ids:
             if not isinstance(id, int) or not 0 <= id < self._runner.num_tokens:
-                raise ValueError(f"insert: {id!r:.60} is not a token of the tokenizer and the model; pass "
-                                 f"ints between 0 and {self._runner.num_tokens - 1}")  # fmt: skip
+                raise ValueError(
+                    f"insert: {id!r:.60} is not a token of the tokenizer and the model; pass "
+                    f"ints between 0 and {self._runner.num_tokens - 1}"
+                )
         if kept + len(ids) > self._wave.max_response_length:
             self._end()
         return list(ids)
@@ -253,22 +255,30 @@ class Trajectory:
     def _check_open(self):
         # A thread could add tokens while the trajectory ends, or while a turn is being requested.
         if threading.current_thread() is not self._runner.thread:
-            raise RuntimeError("generate, observe, reply and insert cannot be called in another thread; "
-                               "return the tool's result to the rollout function")  # fmt: skip
+            raise RuntimeError(
+                "generate, observe, reply and insert cannot be called in another thread; "
+                "return the tool's result to the rollout function"
+            )
         if self._is_full:
             raise NoRoom
         if self._is_closed:
-            raise Closed("generate, observe, reply and insert cannot be called after the trajectory has "
-                         "ended; await all tasks in the rollout function")  # fmt: skip
+            raise Closed(
+                "generate, observe, reply and insert cannot be called after the trajectory has "
+                "ended; await all tasks in the rollout function"
+            )
         if self._working_since is None:
-            raise RuntimeError("generate, observe, reply and insert cannot be called while the policy "
-                               "generates; await generate()")  # fmt: skip
+            raise RuntimeError(
+                "generate, observe, reply and insert cannot be called while the policy "
+                "generates; await generate()"
+            )
 
     def _check_message(self, call):
         self._check_open()
         if self.ended:
-            raise RuntimeError(f"{call}: the policy has ended its message; add another message with reply(), "
-                               "which opens a new one, or return")  # fmt: skip
+            raise RuntimeError(
+                f"{call}: the policy has ended its message; add another message with reply(), "
+                "which opens a new one, or return"
+            )
 
     def _end(self):
         self._is_full = True
@@ -288,8 +298,10 @@ class Trajectory:
         sample.truncated = self._is_full
         if not call.done():
             place, is_lock = place_of(call, self._runner.file)
-            message = (f"the function took more than {self._runner.timeout:g} s, excluding waits for the "
-                       f"policy, and stood at {place}; ")  # fmt: skip
+            message = (
+                f"the function took more than {self._runner.timeout:g} s, excluding waits for the "
+                f"policy, and stood at {place}; "
+            )
             remedy = "raise --rollout-timeout, or speed up the tools"
             if is_lock:
                 remedy = "it waited for a lock; do not hold a lock around generate()"
@@ -318,8 +330,10 @@ class Trajectory:
         try:  # Tasks that the function left running cannot change this copy.
             self._sample.info = pickle.loads(pickle.dumps(dict(self.info)))
         except Exception as problem:
-            return (f"trajectory.info cannot be sent to the reward function ({error_line(problem)}); use "
-                    "only numbers, strings, lists and dicts in trajectory.info")  # fmt: skip
+            return (
+                f"trajectory.info cannot be sent to the reward function ({error_line(problem)}); use "
+                "only numbers, strings, lists and dicts in trajectory.info"
+            )
         return ""
 
     def _fail(self, kind, message):
@@ -364,8 +378,10 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         getattr(function, "__call__", None)
     ):
-        raise ValueError("the function is not async; define it with `async def`, and call blocking tools "
-                         "with `await asyncio.to_thread(tool, ...)`")  # fmt: skip
+        raise ValueError(
+            "the function is not async; define it with `async def`, and call blocking tools "
+            "with `await asyncio.to_thread(tool, ...)`"
+        )
     signature = inspect.signature(function)
     offered = OFFERED
     if with_addresses:
@@ -374,9 +390,11 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
-        raise ValueError(f"the function cannot be called ({error}); it must accept `trajectory` and all "
-                         "arguments in --rollout-kwargs, and may accept any of "
-                         f"{', '.join(sorted(offered))}") from None  # fmt: skip
+        raise ValueError(
+            f"the function cannot be called ({error}); it must accept `trajectory` and all "
+            "arguments in --rollout-kwargs, and may accept any of "
+            f"{', '.join(sorted(offered))}"
+        ) from None
     return taken - {"trajectory"}
 
 
@@ -444,8 +462,17 @@ class Rollouts:
         num_embeddings: The number of tokens in the model's embedding.
     """
 
-    def __init__(self, function, tokenizer, *, settings=None, timeout=600.0, template_options=None,
-                 addresses=None, num_embeddings=math.inf):  # fmt: skip
+    def __init__(
+        self,
+        function,
+        tokenizer,
+        *,
+        settings=None,
+        timeout=600.0,
+        template_options=None,
+        addresses=None,
+        num_embeddings=math.inf,
+    ):
         self.function = function
         self.settings = settings or {}
         self.timeout = timeout
@@ -495,8 +522,11 @@ class Rollouts:
         asyncio.run_coroutine_threadsafe(self.end_tasks(), self.loop)
         self.thread.join(timeout=1.0)
         if self.thread.is_alive():  # A tool may block the loop forever.
-            print(f"--rollout-fn: waiting up to {CLEANUP_S:g} s for {len(self.calls)} calls to clean up; "
-                  "press Ctrl-C to quit immediately", flush=True)  # fmt: skip
+            print(
+                f"--rollout-fn: waiting up to {CLEANUP_S:g} s for {len(self.calls)} calls to clean up; "
+                "press Ctrl-C to quit immediately",
+                flush=True,
+            )
             self.thread.join(timeout=CLEANUP_S)
 
     async def end_tasks(self):
@@ -544,8 +574,11 @@ class Rollouts:
             if frame.f_lineno not in printed:
                 printed.add(frame.f_lineno)
                 line = f"{self.file}:{frame.f_lineno} ({frame.f_code.co_name})"
-                print(f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
-                      "`await asyncio.to_thread(tool, ...)`", flush=True)  # fmt: skip
+                print(
+                    f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
+                    "`await asyncio.to_thread(tool, ...)`",
+                    flush=True,
+                )
 
     def split_stops(self, stop) -> tuple[tuple[str, ...], dict[int, str]]:
         """Split stop texts into those that decoded text shows, and special tokens as {token id: text}."""
@@ -557,8 +590,10 @@ class Rollouts:
             if word in self.special:
                 marks[self.special[word]] = word
             elif any(token in word for token in self.special):
-                raise ValueError(f"generate: stop {word!r} contains a special token, which decoded text does "
-                                 "not show; pass the special token alone")  # fmt: skip
+                raise ValueError(
+                    f"generate: stop {word!r} contains a special token, which decoded text does "
+                    "not show; pass the special token alone"
+                )
             else:
                 texts.append(word)
         return tuple(texts), marks
@@ -613,8 +648,10 @@ class Rollouts:
         frames = framed.removeprefix(ended).split(CONTENT)
         role, content = replies[-1]
         if len(frames) != len(replies) + 1:
-            raise ValueError(f"reply: the chat template ignores messages with the role {role!r}; pass a "
-                             "role that the template knows, such as role='user'")  # fmt: skip
+            raise ValueError(
+                f"reply: the chat template ignores messages with the role {role!r}; pass a "
+                "role that the template knows, such as role='user'"
+            )
         texts = [frames[0]]
         for number, (role, content) in enumerate(replies):
             given = [(role, CONTENT) for role, _ in replies]
@@ -640,13 +677,16 @@ class Rollouts:
         try:
             text = self.tokenizer.apply_chat_template(given, tokenize=False, **options)
         except Exception as error:  # A template is a program and may raise anything.
-            raise ValueError(f"reply: the chat template rejects a message with the role {role!r} here "
-                             f"({error}); pass a role that the template accepts, such as role='user' after "
-                             "the policy's message, or join successive messages") from error  # fmt: skip
+            raise ValueError(
+                f"reply: the chat template rejects a message with the role {role!r} here "
+                f"({error}); pass a role that the template accepts, such as role='user' after "
+                "the policy's message, or join successive messages"
+            ) from error
         _, found, after = text.partition(start)
         if not found:
-            raise ValueError("reply: the chat template drops the message before the reply; call observe() "
-                             "instead")  # fmt: skip
+            raise ValueError(
+                "reply: the chat template drops the message before the reply; call observe() instead"
+            )
         return after
 
     def without_end(self, texts: list[str], end: str) -> str:
@@ -671,13 +711,28 @@ class Rollouts:
         opening = self.encode(self.written_after(QUESTION, []).removeprefix(ended))
         kept = len(prompt_ids) - len(opening)
         if prompt_ids[kept:] != opening:
-            raise ValueError("reply: the prompt does not end as the chat template opens a message; put the "
-                             "first message into the row's prompt")  # fmt: skip
+            raise ValueError(
+                "reply: the prompt does not end as the chat template opens a message; put the "
+                "first message into the row's prompt"
+            )
         return prompt_ids[:kept]
 
-    def roll_out(self, groups: list[list[Sample]], *, max_response_length, temperature, top_p=1.0, eos_ids,
-                 seed, rollout_batch_size, step=0, model=None, servers=None,
-                 on_finished=lambda sample: None, stop=threading.Event()):  # fmt: skip
+    def roll_out(
+        self,
+        groups: list[list[Sample]],
+        *,
+        max_response_length,
+        temperature,
+        top_p=1.0,
+        eos_ids,
+        seed,
+        rollout_batch_size,
+        step=0,
+        model=None,
+        servers=None,
+        on_finished=lambda sample: None,
+        stop=threading.Event(),
+    ):
         """Call the rollout function for each sample of these groups, and fill in the samples.
 
         Args:
@@ -716,8 +771,14 @@ class Rollouts:
                     round_seed = seed  # The first round samples like a run without --rollout-fn.
                     if rounds:
                         round_seed = Random(f"{seed}/round {rounds}").getrandbits(32)
-                    results = sample_round(model, value, self.decode, seed=round_seed,
-                                           rollout_batch_size=rollout_batch_size, **sampled_with)  # fmt: skip
+                    results = sample_round(
+                        model,
+                        value,
+                        self.decode,
+                        seed=round_seed,
+                        rollout_batch_size=rollout_batch_size,
+                        **sampled_with,
+                    )
                     self.loop.call_soon_threadsafe(deliver, value, results)
                     rounds += 1
                 else:
@@ -847,9 +908,12 @@ class Wave:
         told = set(places) - self.runner.printed
         self.runner.printed |= told
         for place in told:
-            print(f"--rollout-fn: with --rollout hf, turns begin once all functions await generate(), but "
-                  f"{places[place]} wait for a lock at {place} while {len(self.waiting)} await generate(); "
-                  "do not hold a lock or semaphore around generate()", flush=True)  # fmt: skip
+            print(
+                f"--rollout-fn: with --rollout hf, turns begin once all functions await generate(), but "
+                f"{places[place]} wait for a lock at {place} while {len(self.waiting)} await generate(); "
+                "do not hold a lock or semaphore around generate()",
+                flush=True,
+            )
 
     async def ask_servers(self, session, turn: TurnRequest):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}

@@ -58,6 +58,7 @@ class Config:
 
 # ---- load ----------------------------------------------------------------------------------------
 
+
 class Client(asyncio.Protocol):
     """A connection that sends the same request again as soon as the response is complete.
 
@@ -109,8 +110,10 @@ def chat_request(size: int) -> bytes:
 async def load(port: int, config: Config, seconds: float) -> tuple[list[float], int, float]:
     """Return the latencies in seconds, the number of failures, and the duration in seconds."""
     body = chat_request(config.body_bytes)
-    data = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" \
-           b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    data = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
     latencies, bad = [], []
     loop = asyncio.get_running_loop()
     begun = time.perf_counter()
@@ -128,10 +131,12 @@ async def load(port: int, config: Config, seconds: float) -> tuple[list[float], 
 
 # ---- what is measured ----------------------------------------------------------------------------
 
+
 async def bare_proxy(port: int, upstreams: list[str]) -> None:
     """Run a minimal aiohttp proxy without retries, health checks, time limits or streaming."""
     turn = 0
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
         async def handle(request):
             nonlocal turn
             turn += 1
@@ -144,8 +149,11 @@ async def bare_proxy(port: int, upstreams: list[str]) -> None:
             async with session.request(
                 request.method, upstreams[turn % len(upstreams)] + request.path_qs, data=body, headers=headers
             ) as answer:
-                return web.Response(body=await answer.read(), status=answer.status,
-                                    headers={"Content-Type": answer.headers["Content-Type"]})
+                return web.Response(
+                    body=await answer.read(),
+                    status=answer.status,
+                    headers={"Content-Type": answer.headers["Content-Type"]},
+                )
 
         app = web.Application(client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", handle)
@@ -174,27 +182,39 @@ location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} 
 
 def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
     """Return {router: command}. The caller appends the port to the command."""
-    commands = {"router.py": [sys.executable, str(ROOT / "router.py"), "--workers", *upstreams, "--port"],
-                "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams]}
+    commands = {
+        "router.py": [sys.executable, str(ROOT / "router.py"), "--workers", *upstreams, "--port"],
+        "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams],
+    }
     python = config.sglang_router or sys.executable
     if subprocess.run([python, "-c", "import sglang_router"], capture_output=True).returncode == 0:
         commands["sglang-router (Rust)"] = [
-            python, "-m", "sglang_router.launch_router",
-            "--policy", "round_robin",
-            "--host", "127.0.0.1",
+            python,
+            "-m",
+            "sglang_router.launch_router",
+            "--policy",
+            "round_robin",
+            "--host",
+            "127.0.0.1",
             "--disable-circuit-breaker",
-            "--log-level", "warn",
-            "--worker-urls", *upstreams,
+            "--log-level",
+            "warn",
+            "--worker-urls",
+            *upstreams,
             "--port",
         ]
     program = config.vllm_router or shutil.which("vllm-router")
     if program:
         commands["vllm-router (Rust)"] = [
             program,
-            "--policy", "round_robin",
-            "--host", "127.0.0.1",
-            "--log-level", "warning",
-            "--worker-urls", *upstreams,
+            "--policy",
+            "round_robin",
+            "--host",
+            "127.0.0.1",
+            "--log-level",
+            "warning",
+            "--worker-urls",
+            *upstreams,
             "--port",
         ]
     return commands
@@ -212,8 +232,11 @@ async def wait_for(port: int, process: subprocess.Popen, limit: float = 60) -> N
     async with aiohttp.ClientSession() as session:
         while process.poll() is None and time.monotonic() < end:
             try:
-                async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", data=chat_request(0),
-                                        headers={"Content-Type": "application/json"}) as answer:
+                async with session.post(
+                    f"http://127.0.0.1:{port}/v1/chat/completions",
+                    data=chat_request(0),
+                    headers={"Content-Type": "application/json"},
+                ) as answer:
                     if answer.status == 200:
                         return
             except aiohttp.ClientError:
@@ -286,6 +309,7 @@ async def compare_routers(config: Config) -> None:
 
 # ---- policies ------------------------------------------------------------------------------------
 
+
 class FakeServer:
     """A server with eight slots. A request takes the seconds in its path, multiplied by `slowness`."""
 
@@ -303,6 +327,7 @@ class FakeServer:
 async def time_policy(policy: str, slownesses: list[float], times: list[float]) -> float:
     """Return the seconds until all requests are answered, with 64 concurrent requests."""
     import router as ours
+
     ours.say = lambda text: None  # Otherwise the router would print a line per server and round.
     runners, urls = [], []
     for slowness in slownesses:
@@ -335,16 +360,22 @@ async def time_policy(policy: str, slownesses: list[float], times: list[float]) 
 async def compare_policies(config: Config) -> None:
     rng = random.Random(0)
     mean = 0.1
-    cases = {"constant": (0.0, [1, 1, 1, 1]), "log-normal, sigma 0.5": (0.5, [1, 1, 1, 1]),
-             "log-normal, sigma 1": (1.0, [1, 1, 1, 1]), "log-normal, sigma 1.5": (1.5, [1, 1, 1, 1]),
-             "constant, one server 3 times slower": (0.0, [1, 1, 1, 3]),
-             "log-normal, sigma 1, one server 3 times slower": (1.0, [1, 1, 1, 3])}
-    print(f"\n{config.skew_requests} requests, 64 at a time, four servers with eight slots, mean response "
-          f"time {1000 * mean:.0f} ms, {config.rounds} rounds\n")
+    cases = {
+        "constant": (0.0, [1, 1, 1, 1]),
+        "log-normal, sigma 0.5": (0.5, [1, 1, 1, 1]),
+        "log-normal, sigma 1": (1.0, [1, 1, 1, 1]),
+        "log-normal, sigma 1.5": (1.5, [1, 1, 1, 1]),
+        "constant, one server 3 times slower": (0.0, [1, 1, 1, 3]),
+        "log-normal, sigma 1, one server 3 times slower": (1.0, [1, 1, 1, 3]),
+    }
+    print(
+        f"\n{config.skew_requests} requests, 64 at a time, four servers with eight slots, mean response "
+        f"time {1000 * mean:.0f} ms, {config.rounds} rounds\n"
+    )
     print("| response times | lower bound s | round_robin s | least_loaded s | round_robin / least_loaded |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, (sigma, slownesses) in cases.items():
-        times = [rng.lognormvariate(-sigma**2 / 2, sigma) * mean for _ in range(config.skew_requests)]
+        times = [rng.lognormvariate(-(sigma**2) / 2, sigma) * mean for _ in range(config.skew_requests)]
         slots = sum(8 / slowness for slowness in slownesses)
         best = max(sum(times) / slots, max(times))  # all slots busy, or one long request
         spent = {"round_robin": math.inf, "least_loaded": math.inf}
@@ -352,8 +383,11 @@ async def compare_policies(config: Config) -> None:
             for policy in spent:
                 seconds = await time_policy(policy, slownesses, times)
                 spent[policy] = min(spent[policy], seconds)
-        print(f"| {name} | {best:.2f} | {spent['round_robin']:.2f} | {spent['least_loaded']:.2f} | "
-              f"{spent['round_robin'] / spent['least_loaded']:.2f} |", flush=True)
+        print(
+            f"| {name} | {best:.2f} | {spent['round_robin']:.2f} | {spent['least_loaded']:.2f} | "
+            f"{spent['round_robin'] / spent['least_loaded']:.2f} |",
+            flush=True,
+        )
 
 
 def machine() -> str:

@@ -136,14 +136,16 @@ def run_ours(job: dict) -> dict:
         scored = time.perf_counter()
         policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
-        steps.append({
-            "generation": generated - begun,
-            "scoring": scored - generated,
-            "update": end - scored,
-            "step": end - begun,
-            "cpu": time.process_time() - cpu_begun,
-            "tokens": sum(len(sample.response_ids) for sample in samples),
-        })  # fmt: skip
+        steps.append(
+            {
+                "generation": generated - begun,
+                "scoring": scored - generated,
+                "update": end - scored,
+                "step": end - begun,
+                "cpu": time.process_time() - cpu_begun,
+                "tokens": sum(len(sample.response_ids) for sample in samples),
+            }
+        )
     return {"steps": steps[1:]}  # The first step is a warm-up.
 
 
@@ -308,8 +310,10 @@ def compare(title: str, job: dict, num_rounds: int, with_trl: bool) -> bool:
             found = in_child(job | about)
             rounds[name].append(found["steps"])
             first = first or found.get("first")
-    print(f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, "
-          f"{num_rounds} rounds of {job['steps']} steps, {job['threads']} threads\n")  # fmt: skip
+    print(
+        f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, "
+        f"{num_rounds} rounds of {job['steps']} steps, {job['threads']} threads\n"
+    )
     rows = []
     ours = 0.0  # our median seconds per step
     for name, of_side in rounds.items():
@@ -363,16 +367,19 @@ def compare_speed(config: Config, threads: int) -> bool:
         if config.model:
             other = {"model": config.model, "steps": config.model_steps}
             jobs[Path(config.model).name] = other | {"prompts": problems[:2], "length": 32}
-        same = [compare(title, job | {"threads": threads}, config.rounds, with_trl)
-                for title, job in jobs.items()]  # fmt: skip
+        same = [
+            compare(title, job | {"threads": threads}, config.rounds, with_trl) for title, job in jobs.items()
+        ]
     if not with_trl:
         print('\nTRL is not installed in this environment; to compare with it, run pip install "trl==1.16.*"')
     return all(same)
 
 
 def compare_memory(threads: int) -> None:
-    print("Peak memory of one update of one sequence, in addition to weights, gradients and moments; "
-          "vocabulary 151,936, hidden size 256, float32\n")  # fmt: skip
+    print(
+        "Peak memory of one update of one sequence, in addition to weights, gradients and moments; "
+        "vocabulary 151,936, hidden size 256, float32\n"
+    )
     rows = []
     for name, plain in (("Policy.update", False), ("all logits at once", True)):
         tokens = 8192

@@ -51,9 +51,15 @@ import grpo_trainer
 import causal_lm
 import policy
 from gpu_models import (
-    groups_of, measure, new_model, peak_of, random_samples, time_update, toy_tokenizer,
+    groups_of,
+    measure,
+    new_model,
+    peak_of,
+    random_samples,
+    time_update,
+    toy_tokenizer,
     write_model,
-)  # fmt: skip
+)
 from tools import plan_run
 import reward_loop
 from toy import toy_world, warm_start
@@ -326,8 +332,9 @@ def check_servers(work: Path, device=GPU, length=64):
         for parameter in learner.model.parameters():
             parameter += 0.2 * parameter.std() * torch.randn_like(parameter)
 
-    settings = genrm_server.Config(model="", gpu_share=SHARE, max_model_len=512, queue_timeout=240,
-                                   log_dir=work / "servers")  # fmt: skip
+    settings = genrm_server.Config(
+        model="", gpu_share=SHARE, max_model_len=512, queue_timeout=240, log_dir=work / "servers"
+    )
     servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings))
     try:
         off, _ = served()
@@ -384,9 +391,13 @@ def check_speed(work: Path, device=GPU, count=512, length=512, graphs=("off", "o
     try:
         for name in graphs:
             settings = genrm_server.Config(
-                model="", gpu_share=SHARE, max_model_len=2 * length, queue_timeout=240,
-                log_dir=work / f"graphs_{name}", vllm_args=("--enforce-eager",) * (name == "off"),
-            )  # fmt: skip
+                model="",
+                gpu_share=SHARE,
+                max_model_len=2 * length,
+                queue_timeout=240,
+                log_dir=work / f"graphs_{name}",
+                vllm_args=("--enforce-eager",) * (name == "off"),
+            )
             servers, ready, *_ = measure(device, partial(ClusterServers, group, tokenizer, settings))
             options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
             try:
@@ -497,9 +508,18 @@ def check_sleep(work: Path):
         return [json.loads(text)["choices"][0]["token_ids"] for _, text in found]
 
     before = used()
-    judge = genrm_server.ModelServers(genrm_server.Config(
-        model=str(work / "model"), port=0, gpu_share=POLICY_SHARE, served_model_name="judge",
-        dtype="bfloat16", max_model_len=512, sleep_mode=True, log_dir=work / "sleep"))  # fmt: skip
+    judge = genrm_server.ModelServers(
+        genrm_server.Config(
+            model=str(work / "model"),
+            port=0,
+            gpu_share=POLICY_SHARE,
+            served_model_name="judge",
+            dtype="bfloat16",
+            max_model_len=512,
+            sleep_mode=True,
+            log_dir=work / "sleep",
+        )
+    )
     try:
         first, awake = answers(), used()
         _, to_sleep, *_ = measure(GPU, judge.sleep)

@@ -177,8 +177,10 @@ class PolicyGroup:
         text = path.read_text()
         seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)
         if not all(seen):
-            raise RuntimeError(f"--out-dir {path.parent}: not all nodes can access the directory; put it and "
-                               "the model on a shared file system")  # fmt: skip
+            raise RuntimeError(
+                f"--out-dir {path.parent}: not all nodes can access the directory; put it and "
+                "the model on a shared file system"
+            )
 
     # ---- methods of a Policy
 

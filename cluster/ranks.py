@@ -173,8 +173,9 @@ def interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if address in [one.address for one in addresses]:
             return name
-    raise RuntimeError(f"no network interface has the address {address}; set GLOO_SOCKET_IFNAME to the "
-                       "name of an interface")  # fmt: skip
+    raise RuntimeError(
+        f"no network interface has the address {address}; set GLOO_SOCKET_IFNAME to the name of an interface"
+    )
 
 
 def shard(model, ranks: Ranks, offload: bool = False) -> None:

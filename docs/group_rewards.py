@@ -31,8 +31,8 @@ SOLUTION = "[Solution {index}]\n\n{text}\n\n"
 
 
 async def listwise_judge(
-    data_source, solution_strs, ground_truth, extra_info, reward_router_address, *,
-    max_tokens=8192):  # fmt: skip
+    data_source, solution_strs, ground_truth, extra_info, reward_router_address, *, max_tokens=8192
+):
     """Let the judge compare all answers of a group in one request.
 
     GRPO only needs to know which answers of a group are better than others. It is easier to compare answers
@@ -113,8 +113,7 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     return results
 
 
-def rule_and_variety(
-    data_source, solution_strs, ground_truth, extra_info, *, penalty=0.5, words=8):  # fmt: skip
+def rule_and_variety(data_source, solution_strs, ground_truth, extra_info, *, penalty=0.5, words=8):
     """Subtract up to `penalty` from the outcome reward of an answer that repeats other answers of its group.
 
     `repeated` is the fraction of the answer's sequences of `words` words that also occur in another answer.
@@ -150,8 +149,9 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
     score.
     """
     distinct = list(dict.fromkeys(solution_strs))
-    asked = [fapo.compute_score_fapo(data_source, text, ground_truth, extra_info, **settings)
-             for text in distinct]  # fmt: skip
+    asked = [
+        fapo.compute_score_fapo(data_source, text, ground_truth, extra_info, **settings) for text in distinct
+    ]
     verdict_of = dict(zip(distinct, await asyncio.gather(*asked)))
     places = []
     for text in solution_strs:

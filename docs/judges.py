@@ -43,8 +43,19 @@ def is_drawn(share: float, *about) -> bool:
 
 
 async def audited(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
-    step=0, turns=(), *, share=0.05, second=None, **settings):  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    reward_router_address,
+    reward_router_addresses,
+    step=0,
+    turns=(),
+    *,
+    share=0.05,
+    second=None,
+    **settings,
+):
     """Score with FAPO, and let a second judge check a random sample of the answers that the first accepts.
 
     This detects reward hacking, because the policy learns to exploit what its judge misses. The second judge
@@ -69,8 +80,15 @@ async def audited(
 
 
 async def two_judges(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_router_addresses,
-    turns=(), **settings):  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    reward_router_address,
+    reward_router_addresses,
+    turns=(),
+    **settings,
+):
     """Query a strict judge only on answers that a quick judge accepts: --genrm quick=PATH strict=PATH.
 
     A correct answer is sound if both judges accept it. `strict_asked` says whether the strict judge was
@@ -86,8 +104,8 @@ async def two_judges(
 
 
 async def votes(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=(), *, k=3,
-    **settings):  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=(), *, k=3, **settings
+):
     """Score with the verdict of more than half of k critiques. Without such a majority, there is no verdict.
 
     `genrm_agreement` is the fraction of the k critiques with the majority's verdict. If it stays near 1, one
@@ -136,8 +154,18 @@ POINTS = (
 
 
 async def rubric(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=(), *, points=POINTS,
-    weight=1.0, max_tokens=fapo.GENRM_MAX_TOKENS, temperature=None):  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    reward_router_address,
+    turns=(),
+    *,
+    points=POINTS,
+    weight=1.0,
+    max_tokens=fapo.GENRM_MAX_TOKENS,
+    temperature=None,
+):
     """Score a correct answer with 1 minus `weight` times the fraction of a checklist that it misses.
 
     The points of the checklist come from the row's extra_info["rubric"] or else from `points`.

@@ -197,8 +197,16 @@ SECOND_WORLD = {  # flags of each algorithm, in addition to those in recipes/sec
 }
 # Algorithms that query no judge (their names start like this), and those that query it on wrong answers too.
 UNJUDGED = ("rule", "distill", "outcome", "grounded_rule")
-LOCATED = ("prefix", "prefix_oracle", "prefix_long", "vppo", "vppo_oracle", "vppo_long", "steps_oracle",
-           "place_oracle")  # fmt: skip
+LOCATED = (
+    "prefix",
+    "prefix_oracle",
+    "prefix_long",
+    "vppo",
+    "vppo_oracle",
+    "vppo_long",
+    "steps_oracle",
+    "place_oracle",
+)
 UNASKED = {"later": 20, "later2": 20}  # number of initial steps without a judge, because lambda is 0
 PANELS = {
     "acc": "answer accuracy",
@@ -543,9 +551,10 @@ IN_USE = {
     "flawed positives counted by the oracle": last_steps("oracle_flawed_positive_rate"),
 }
 MISSED = {
-    "flawed positives (of accepted answers)":
-        number(lambda run: sum(run["overlooked"].values()) / run["passed"]),
-}  # fmt: skip
+    "flawed positives (of accepted answers)": number(
+        lambda run: sum(run["overlooked"].values()) / run["passed"]
+    ),
+}
 FLAWED = {
     "first step": number(lambda run: flawed(run)[0]),
     "highest": number(lambda run: max(flawed(run))),
@@ -592,9 +601,8 @@ CALLED = {
     "fully correct": accepted("truly correct"),
     "flawed positive": accepted("flawed positive"),
     "wrong": accepted("wrong"),
-    "groups with a learning signal":
-        lambda runs, when: cell([run[f"{when}_spread"] for run in runs]),
-}  # fmt: skip
+    "groups with a learning signal": lambda runs, when: cell([run[f"{when}_spread"] for run in runs]),
+}
 
 
 # ---- rows
@@ -648,13 +656,19 @@ def own_judge_rows() -> list[Row]:
 
 
 def classified_rows() -> list[Row]:
-    return [Row([f"{BESIDE[name]}, {when} {LAST} steps"], name, COMPARED[:1], when)
-            for name in CLASSIFIED for when in ("first", "last")]  # fmt: skip
+    return [
+        Row([f"{BESIDE[name]}, {when} {LAST} steps"], name, COMPARED[:1], when)
+        for name in CLASSIFIED
+        for when in ("first", "last")
+    ]
 
 
 def cost_rows() -> list[Row]:
-    return [Row([cost, TOOL_NAMES[name]], name + end, SHOP)
-            for name in ("outcome", "fapo") for end, cost in COSTS.items()]  # fmt: skip
+    return [
+        Row([cost, TOOL_NAMES[name]], name + end, SHOP)
+        for name in ("outcome", "fapo")
+        for end, cost in COSTS.items()
+    ]
 
 
 def normalised_rows() -> list[Row]:
@@ -767,27 +781,39 @@ CSV_TABLES = {
     "shop": Table(
         ["checkpoint", HELD_OUT],
         TOOL_COLUMNS,
-        [row for world in SHOP
-         for row in each(TOOL_NAMES, (world,), first="outcome", lead=[world[-1]], optional=True)],
+        [
+            row
+            for world in SHOP
+            for row in each(TOOL_NAMES, (world,), first="outcome", lead=[world[-1]], optional=True)
+        ],
     ),
     "shop_flaws": Table(
-        ["fraction of the 512 problems"], TOOL_KINDS,
+        ["fraction of the 512 problems"],
+        TOOL_KINDS,
         each(TOOL_NAMES, SHOP, first="outcome", optional=True),
     ),
     "shop_judge": Table(
-        ["checkpoint"], OF_SHOP_JUDGE,
+        ["checkpoint"],
+        OF_SHOP_JUDGE,
         [Row([world[-1]], "fapo_judge", (world,), optional=True) for world in SHOP],
     ),
     "shop_costs": Table(
-        ["cost per call", HELD_OUT], TOOL_COLUMNS | WORTH, cost_rows(),
+        ["cost per call", HELD_OUT],
+        TOOL_COLUMNS | WORTH,
+        cost_rows(),
         same_seeds=True,
     ),
-}  # fmt: skip
+}
 RANKINGS = {  # worlds, flags and titles of the algorithms, and the metrics to show
     "tool world": (SHOP, FLAGS, TOOL_NAMES, "shop/truly_correct", "shop/flawed_positive_rate"),
-    "second world":
-        (OWN, SECOND_WORLD, OWN_ALGORITHMS, "toy/truly_correct", "toy/oracle_flawed_positive_rate"),
-}  # fmt: skip
+    "second world": (
+        OWN,
+        SECOND_WORLD,
+        OWN_ALGORITHMS,
+        "toy/truly_correct",
+        "toy/oracle_flawed_positive_rate",
+    ),
+}
 
 
 def ranking(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], correct: str, rate: str):
@@ -809,8 +835,16 @@ def ranking(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, s
         cells += [median_calls(every, "after"), f"{seconds:.0f}", str(len(every))]
         cells.append(f"`{arguments}`" if arguments else "none")
         ranked.append((-fmean(scores), cells))
-    heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate",
-             "judge calls per step", "seconds", "runs", "FLAGS"]  # fmt: skip
+    heads = [
+        "method",
+        *(f"checkpoint {world[-1]}" for world in worlds),
+        "mean",
+        "flawed-positive rate",
+        "judge calls per step",
+        "seconds",
+        "runs",
+        "FLAGS",
+    ]
     return table(heads, *(cells for _, cells in sorted(ranked)))
 
 
@@ -839,8 +873,12 @@ def pages() -> list[Path]:
 
 def fill(page: str, made: dict[str, str]) -> str:
     """Return the page with its tables replaced by `made`. Raises KeyError if `made` lacks a table."""
-    return re.sub(r"(<!-- (?:evidence|runs): ([\w ]+) -->\n).*?(<!-- end -->)",
-                  lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", page, flags=re.S)  # fmt: skip
+    return re.sub(
+        r"(<!-- (?:evidence|runs): ([\w ]+) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}",
+        page,
+        flags=re.S,
+    )
 
 
 # ---- figures

@@ -51,8 +51,8 @@ def train(policy: Policy, tokenizer, rewards, step: int) -> str:
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         sample.pending_result = rewards.submit(sample.row | {"response": sample.text})
 
-    rollout_hf(policy.model, samples, max_response_length=64, temperature=1.0, seed=step, on_finished=score,
-               eos_ids={tokenizer.eos_token_id}, rollout_batch_size=512)  # fmt: skip
+    sampling = dict(max_response_length=64, temperature=1.0, seed=step, eos_ids={tokenizer.eos_token_id})
+    rollout_hf(policy.model, samples, on_finished=score, rollout_batch_size=512, **sampling)
 
     for sample in samples:
         sample.result = sample.pending_result.result()
@@ -62,15 +62,14 @@ def train(policy: Policy, tokenizer, rewards, step: int) -> str:
     for sample, one, advantage in zip(samples, scores, advantages):
         sample.advantage = None if one is None else advantage  # Without a verdict, a sample does not count.
 
-    groups = [samples[start : start + GROUP] for start in range(0, len(samples), GROUP)]
-    policy.update(groups, lr=OPTIONS.lr)
+    policy.update([samples[i : i + GROUP] for i in range(0, len(samples), GROUP)], lr=OPTIONS.lr)
 
-    right = [sample.result["reward_extra_info"] for sample in samples
-             if sample.result["reward_extra_info"].get("acc")]  # fmt: skip
-    by_judge, by_oracle = (sum(bool(info[key]) for info in right) / max(len(right), 1)
-                           for key in ("flawed_positive", "oracle_flawed_positive"))  # fmt: skip
-    return (f"step {step}: accuracy {len(right) / len(samples):.2f}, flawed positives by the judge "
-            f"{by_judge:.2f}, by the oracle {by_oracle:.2f}")  # fmt: skip
+    infos = [sample.result["reward_extra_info"] for sample in samples]
+    right = [info for info in infos if info.get("acc")]
+    by_judge = sum(info["flawed_positive"] is True for info in right) / max(len(right), 1)
+    by_oracle = sum(info["oracle_flawed_positive"] is True for info in right) / max(len(right), 1)
+    line = f"step {step}: accuracy {len(right) / len(samples):.2f}, flawed positives by the judge "
+    return line + f"{by_judge:.2f}, by the oracle {by_oracle:.2f}"
 
 
 def main(steps: int = 40) -> None:

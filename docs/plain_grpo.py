@@ -32,8 +32,15 @@ for step in range(1, 21):
         messages = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         groups.append([Sample({}, ids) for _ in range(16)])
-    rollout_hf(policy.model, sum(groups, []), max_response_length=32, temperature=1.0, seed=step,
-               eos_ids={tokenizer.eos_token_id}, rollout_batch_size=64)  # fmt: skip
+    rollout_hf(
+        policy.model,
+        sum(groups, []),
+        max_response_length=32,
+        temperature=1.0,
+        seed=step,
+        eos_ids={tokenizer.eos_token_id},
+        rollout_batch_size=64,
+    )
     texts = [[tokenizer.decode(sample.response_ids) for sample in group] for group in groups]
     rewards_P_G = torch.tensor([[min(text.count("3"), 8) / 8 for text in group] for group in texts])
     advantages_P_G = compute_advantages(rewards_P_G)

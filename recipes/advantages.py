@@ -113,8 +113,10 @@ def check_weights(weights, groups) -> None:
             raise ValueError(f"the weight of {name} is {weight!r}, but it must be a finite number")
     has_penalty = bool((groups.penalties_P_G.nan_to_num() != 0).any())
     if has_penalty and "overlong_penalty" not in weights:
-        raise ValueError("the length penalty is missing from weights; add overlong_penalty with the weight "
-                         "1, or pass --overlong-buffer 0")  # fmt: skip
+        raise ValueError(
+            "the length penalty is missing from weights; add overlong_penalty with the weight "
+            "1, or pass --overlong-buffer 0"
+        )
 
 
 def steps(groups):

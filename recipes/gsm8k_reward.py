@@ -13,8 +13,14 @@ import compute_score as rules
 
 
 def compute_score(
-    data_source, solution_str, ground_truth, extra_info=None, turns=(), *, format_share=0.2,
-) -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info=None,
+    turns=(),
+    *,
+    format_share=0.2,
+) -> dict:
     """Return the outcome reward (+1 or -1), plus `format_share` if the last box contains a number."""
     result = rules.compute_score(data_source, solution_str, ground_truth, turns=turns)
     tail = rules.policy_text(solution_str, turns)[-rules.TAIL_CHARS :]

@@ -19,8 +19,7 @@ copy these two files as well.
 from toy.toy_world import compute_score_fapo_oracle as judged
 
 
-def by_step(
-    data_source, solution_str, ground_truth, extra_info, step, *, first=20, ramp=1, penalty=1.0):  # fmt: skip
+def by_step(data_source, solution_str, ground_truth, extra_info, step, *, first=20, ramp=1, penalty=1.0):
     """Apply no penalty up to step `first`, and then let it rise to `penalty` within `ramp` steps."""
     now = penalty * min(max(step - first, 0) / max(ramp, 1), 1.0)
     result = judged(data_source, solution_str, ground_truth, extra_info, penalty=now)

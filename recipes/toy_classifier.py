@@ -139,8 +139,10 @@ def main() -> None:
         if step % 50 == 0:
             print(f"step {step}: loss {label_loss.item():.3f}, LM loss {lm_loss.item():.3f}", flush=True)
     shares = measure(model, tokenizer, random.Random("held out"), config.held_out)
-    print("held-out solutions that are called sound:",
-          ", ".join(f"{share:.3f} of {kind}" for kind, share in shares.items()))  # fmt: skip
+    print(
+        "held-out solutions that are called sound:",
+        ", ".join(f"{share:.3f} of {kind}" for kind, share in shares.items()),
+    )
     model.save_pretrained(config.out_dir)
     tokenizer.save_pretrained(config.out_dir)
 

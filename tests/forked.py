@@ -107,8 +107,14 @@ def address() -> str:
     folder = tempfile.TemporaryDirectory(prefix="forked", dir="/tmp")  # a short path for the socket
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, __file__, "serve", f"{folder.name}/socket"]
-    server = subprocess.Popen(command, cwd=folder.name, env=environment, start_new_session=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    server = subprocess.Popen(
+        command,
+        cwd=folder.name,
+        env=environment,
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     address.kept = folder, server  # It ends when this process closes its input.
     assert server.stdout.readline() == b"ready\n"
     return f"{folder.name}/socket"

@@ -596,10 +596,12 @@ def test_term_advantages_by_hand():
     flawed = torch.tensor([[1.0, 0.0, NAN], [0.0, 0.0, 0.0]])
     got = terms_of(dict(acc=acc, flawed=flawed), acc=1, flawed=-0.5)
     third, half = math.sqrt(1 / 3) + 1e-6, math.sqrt(1 / 2) + 1e-6  # sample stds of 1, 1, 0 and of 1, 0
-    total = torch.tensor([
-        [1 / 3 / third - 0.25 / half, 1 / 3 / third + 0.25 / half, -2 / 3 / third],
-        [2 / 3 / third, -1 / 3 / third, -1 / 3 / third],
-    ])  # fmt: skip
+    total = torch.tensor(
+        [
+            [1 / 3 / third - 0.25 / half, 1 / 3 / third + 0.25 / half, -2 / 3 / third],
+            [2 / 3 / third, -1 / 3 / third, -1 / 3 / third],
+        ]
+    )
     assert torch.allclose(got, total / (total.std() + 1e-6), atol=1e-6)  # their mean is 0
     unknown = torch.full((1, 3), NAN)
     assert terms_of(dict(acc=acc[:1], flawed=unknown), acc=1, flawed=1)[0].tolist() == pytest.approx(
@@ -690,8 +692,11 @@ def test_tokens_before_a_paragraph_whatever_the_tokenizer(tokenizer):
             paragraphs, end = split_paragraphs(text), 0
             for index, paragraph in enumerate(paragraphs):
                 # The paragraph is found as a whole, between empty lines.
-                start = min(i for i in range(end, len(text)) if text.startswith(paragraph, i)
-                            and split_paragraphs(text[:i]) == paragraphs[:index])  # fmt: skip
+                start = min(
+                    i
+                    for i in range(end, len(text))
+                    if text.startswith(paragraph, i) and split_paragraphs(text[:i]) == paragraphs[:index]
+                )
                 count, end = count_tokens_before(index, text, ids, decode), start + len(paragraph)
                 more, no_more = decode(ids[: count + 1]), decode(ids[:count])
                 assert more.startswith(text[:start]) and more != text[:start], (name, text, index)

@@ -31,8 +31,18 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/changes"
 DIFFS = sorted(FOLDER.glob("*.diff"))
 each_change = pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
-COPIED = ("*.py", "pytest.ini", "toy/*.py", "toy/models/*/*", "tools/*", "tools/page/*", "cluster/*.py",
-          "tests/*.py", "recipes/*", "docs/glossary.md")  # fmt: skip
+COPIED = (
+    "*.py",
+    "pytest.ini",
+    "toy/*.py",
+    "toy/models/*/*",
+    "tools/*",
+    "tools/page/*",
+    "cluster/*.py",
+    "tests/*.py",
+    "recipes/*",
+    "docs/glossary.md",
+)
 
 
 @pytest.fixture
@@ -118,14 +128,31 @@ def test_the_table_says_what_each_change_touches():
 # ---- discriminative models
 
 
-SMALL = ["--total-steps", "1", "--train-batch-size", "4", "--mini-batch-size", "2", "--group-size", "4",
-         "--no-val-before-train", "--num-threads", "1"]  # fmt: skip
+SMALL = [
+    "--total-steps",
+    "1",
+    "--train-batch-size",
+    "4",
+    "--mini-batch-size",
+    "2",
+    "--group-size",
+    "4",
+    "--no-val-before-train",
+    "--num-threads",
+    "1",
+]
 
 
 def run_recipe(name, *arguments, folder, **env):
     env = os.environ | {"PATH": forked.on_path(folder.parent / "bin"), "HF_HUB_OFFLINE": "1"} | env
-    done = subprocess.run(["bash", f"recipes/{name}.sh", *arguments], cwd=folder, env=env,
-                          capture_output=True, text=True, timeout=900)  # fmt: skip
+    done = subprocess.run(
+        ["bash", f"recipes/{name}.sh", *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -151,9 +178,15 @@ def test_the_judge_and_a_classifier_together():
     async def score(address):
         try:
             return await toy_disrm_reward.compute_score_both(
-                "toy", solution, "4", {"question": prompt[0]["content"]}, prompt=prompt,
+                "toy",
+                solution,
+                "4",
+                {"question": prompt[0]["content"]},
+                prompt=prompt,
                 reward_router_addresses={"judge": address, "classifier": address},
-                reward_model_tokenizer=Tokenizer(), prompt_style="brief")  # fmt: skip
+                reward_model_tokenizer=Tokenizer(),
+                prompt_style="brief",
+            )
         finally:
             await compute_score.close_session()
 
@@ -194,10 +227,29 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
     assert (folder / "report.html").stat().st_size > 10_000
 
     out = str(folder / "gsm8k")
-    short = [*SMALL, "--max-response-length", "16", "--overlong-buffer", "0", "--max-prompt-length", "300",
-             "--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]  # fmt: skip
-    run_recipe("disrm_gsm8k", str(copy / "toy/models/policy"), str(folder.parent / "classifier"), out, *short,
-               folder=copy, SOURCE_DIR=str(ROOT / "tests/data"))  # fmt: skip
+    short = [
+        *SMALL,
+        "--max-response-length",
+        "16",
+        "--overlong-buffer",
+        "0",
+        "--max-prompt-length",
+        "300",
+        "--val-every",
+        "0",
+        "--genrm-cpus",
+        "1",
+        "--genrm-vllm-args=--max-model-len 512",
+    ]
+    run_recipe(
+        "disrm_gsm8k",
+        str(copy / "toy/models/policy"),
+        str(folder.parent / "classifier"),
+        out,
+        *short,
+        folder=copy,
+        SOURCE_DIR=str(ROOT / "tests/data"),
+    )
     assert "reward/acc" in lines_of(out)[-1]  # the outcome rule adds metrics
     assert len(scores_of(out)) > 4
 

@@ -79,9 +79,14 @@ def test_a_sampler_that_ignores_what_it_is_told_is_seen(work):
         def fill(samples, **options):
             options = change(options)
             check_gpu.rollout_hf(
-                learner.model, samples, **options, max_response_length=6, eos_ids=(), seed=0,
+                learner.model,
+                samples,
+                **options,
+                max_response_length=6,
+                eos_ids=(),
+                seed=0,
                 rollout_batch_size=64,
-            )  # fmt: skip
+            )
             if nucleus:  # as in vLLM; here the probability mass is at least top_p
                 for sample in samples:
                     lost = -math.log(options["top_p"])

@@ -29,12 +29,15 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(JUDGE)
 
 
-@pytest.mark.parametrize("paragraphs, shared", [
-    (SOUND, "65+9=74\n\n74-8=66\n\nRemainder \\boxed{1}<|end|>"),
-    (["65+9=74", "74-8=76", r"Remainder \boxed{1}"], "65+9=74\n\n74-8="),
-    (SOUND[:2], "65+9=74\n\n74-8=66"),  # it ends too early
-    (["67+9=76"], "6"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "paragraphs, shared",
+    [
+        (SOUND, "65+9=74\n\n74-8=66\n\nRemainder \\boxed{1}<|end|>"),
+        (["65+9=74", "74-8=76", r"Remainder \boxed{1}"], "65+9=74\n\n74-8="),
+        (SOUND[:2], "65+9=74\n\n74-8=66"),  # it ends too early
+        (["67+9=76"], "6"),
+    ],
+)
 def test_a_token_is_sound_as_long_as_all_up_to_it_is(classifier, tokenizer, paragraphs, shared):
     ids, begin, sound = classifier.read(tokenizer, toy_world.parse_problem(QUESTION), paragraphs)
     assert tokenizer.decode(ids[:begin]) == f"<|user|>{QUESTION}<|assistant|>"
@@ -103,9 +106,14 @@ def test_a_few_updates_lower_both_losses(classifier, tokenizer):
     assert last[0] < first[0] / 2 and last[1] < first[1] / 2
 
 
-@pytest.mark.parametrize("logit, answer, score, asked", [
-    (1.5, "1", 1.0, 1), (-0.5, "1", 0.0, 1), (1.5, "2", -1.0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "logit, answer, score, asked",
+    [
+        (1.5, "1", 1.0, 1),
+        (-0.5, "1", 0.0, 1),
+        (1.5, "2", -1.0, 0),
+    ],
+)
 def test_the_classifier_as_fapos_judge(logit, answer, score, asked):
     """The classifier is queried on correct answers only, and a negative score means a flaw.
 
@@ -125,8 +133,14 @@ def test_the_classifier_as_fapos_judge(logit, answer, score, asked):
             solution = "\n\n".join([*SOUND[:2], f"Remainder \\boxed{{{answer}}}"])
             tokenizer = types.SimpleNamespace(apply_chat_template=lambda messages, tokenize: "text")
             return await function(
-                "toy", solution, "1", {"question": QUESTION}, prompt=prompt,
-                reward_router_address=address, reward_model_tokenizer=tokenizer)  # fmt: skip
+                "toy",
+                solution,
+                "1",
+                {"question": QUESTION},
+                prompt=prompt,
+                reward_router_address=address,
+                reward_model_tokenizer=tokenizer,
+            )
         finally:
             await compute_score.close_session()
 
@@ -144,8 +158,13 @@ def test_what_the_classifier_said_of_samples(tmp_path):
         about = {"prompt": QUESTION, "response": "65+9=64"}
         return about | dict(step=step, split=split, reward_score=score, reward_extra_info=found)
 
-    samples = [sample(1, 2.0, True, True), sample(1, -2.0, True, False), sample(12, 0.5, True, False),
-               sample(12, 1.0, False, False), sample(12, 3.0, True, True, split="val")]  # fmt: skip
+    samples = [
+        sample(1, 2.0, True, True),
+        sample(1, -2.0, True, False),
+        sample(12, 0.5, True, False),
+        sample(12, 1.0, False, False),
+        sample(12, 3.0, True, True, split="val"),
+    ]
     line = {"val/toy/mean@1": 0.5, "reward/acc": 0.5, "reward/groups_with_spread": 0.75}
     folder = tmp_path / "seed7/classifier"
     folder.mkdir(parents=True)

@@ -104,8 +104,9 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
 def start(where, *command, **more):
     """Start a script from another folder, as a shell would: without this folder in PYTHONPATH."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.Popen([sys.executable, *command], cwd=where, env=environment, text=True,
-                            stderr=subprocess.PIPE, **more)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=where, env=environment, text=True, stderr=subprocess.PIPE, **more
+    )
 
 
 IN_FOLDERS = [*ROOT.glob("tools/[a-z]*.py"), ROOT / "toy/report.py", ROOT / "toy/warm_start.py"]
@@ -122,8 +123,14 @@ def test_a_script_in_a_folder_starts_in_both_ways_and_shows_the_documented_one(p
         assert max(map(len, prose)) <= 100, max(prose, key=len)
 
 
-HELP = ("grpo_trainer.py", "score_file.py", "-m tools.view_run", "prepare_data.py", "router.py",
-        "genrm_server.py")  # fmt: skip
+HELP = (
+    "grpo_trainer.py",
+    "score_file.py",
+    "-m tools.view_run",
+    "prepare_data.py",
+    "router.py",
+    "genrm_server.py",
+)
 
 
 @pytest.mark.parametrize("command", map(str.split, HELP), ids=HELP)

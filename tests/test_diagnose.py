@@ -81,8 +81,12 @@ MADE = {
     "length-growth": {"response_length/mean": 70.0, "reward/acc": 0.5},
     "length-collapse": {"response_length/mean": 10.0, "reward/acc": 0.5},
     "entropy-collapse": {"actor/entropy": 0.01, "reward/acc": 0.6},
-    "reward-hacking": {"reward/audited": 0.06, "reward/audit_flawed": 0.5, "perf/tokens": 4224,
-                     "reward/flawed_positive_rate": 0.1},
+    "reward-hacking": {
+        "reward/audited": 0.06,
+        "reward/audit_flawed": 0.5,
+        "perf/tokens": 4224,
+        "reward/flawed_positive_rate": 0.1,
+    },
     "no-learning-signal": {"reward/groups_with_spread": 0.0, "reward/acc": 1.0},
 }
 
@@ -213,8 +217,12 @@ def test_a_second_opinion_that_says_little_rings_nothing():
     judge calls 40 % or 10 % of the answers flawed.
     """
     about = {"reward/mean": 1.0, "perf/tokens": 1000, "response_length/mean": 10.0}
-    cases = ((20, 0.05, 0.08, 0, False), (1, 0.02, 0.5, 0, False), (20, 0.03, 0.5, 0.4, False),
-             (20, 0.03, 0.5, 0.1, True))  # fmt: skip
+    cases = (
+        (20, 0.05, 0.08, 0, False),
+        (1, 0.02, 0.5, 0, False),
+        (20, 0.03, 0.5, 0.4, False),
+        (20, 0.03, 0.5, 0.1, True),
+    )
     for steps, audited, flawed, found, rings in cases:
         about |= {"reward/audited": audited, "reward/audit_flawed": flawed}
         about["reward/flawed_positive_rate"] = found
@@ -369,7 +377,11 @@ def test_the_runs_of_the_evidence_ring_nothing():
 def command(*arguments):
     ran = subprocess.run(
         [sys.executable, "-m", "tools.diagnose", *map(str, arguments)],
-        cwd=HERE.parent, capture_output=True, text=True, timeout=60)  # fmt: skip
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return ran.returncode, ran.stdout, ran.stderr
 
 
@@ -393,8 +405,12 @@ def test_bad_folders_are_refused_in_one_line(tmp_path):
     foreign = write(tmp_path / "foreign", [{"step": 1, "reward/mean": "high", "actor/entropy": "low"}] * 3)
     older = write(tmp_path / "older", [{"step": 1, "reward/mean": 0.5}])
     (older / "samples.jsonl").write_text('{"step": 1, "text": "of another version"}\n')
-    for folder, why in ((tmp_path / "none", "no training step"), (evaluated, "no training step"),
-                        (foreign, "(TypeError: "), (older, "(KeyError: 'split')")):  # fmt: skip
+    for folder, why in (
+        (tmp_path / "none", "no training step"),
+        (evaluated, "no training step"),
+        (foreign, "(TypeError: "),
+        (older, "(KeyError: 'split')"),
+    ):
         code, out, err = command(folder)
         assert code == 2 and out == "" and err.count("\n") == 1 and str(folder) in err and why in err, err
 

@@ -153,8 +153,11 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
     assert row.keys() == {"data_source", "prompt", "reward_model", "extra_info", "response"}
     assert row["reward_model"] == {"ground_truth": "4"} and row["extra_info"] == about["extra_info"]
     assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
-    trl = types.SimpleNamespace(accuracy_reward=lambda completions, solution, **rest: [
-        float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)])  # fmt: skip
+    trl = types.SimpleNamespace(
+        accuracy_reward=lambda completions, solution, **rest: [
+            float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)
+        ]
+    )
     monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(rewards=trl))
     monkeypatch.setitem(sys.modules, "trl.rewards", trl)  # accuracy_reward(completions, solution, **kwargs)
     assert names["from_trl"](solution_str="it is 4", **about) == 1.0
@@ -238,7 +241,7 @@ EQUATIONS = {
     "Â_i = (R_i - mean(R)) / (std(R) + 10⁻⁶)": check_advantage,
     "J = (1/N) Σ_i Σ_t min(r Â_i, clip(r, 1 - ε_low, 1 + ε_high) Â_i), "
     "but at least c Â_i if Â_i < 0": check_objective,
-}  # fmt: skip
+}
 
 
 def test_the_readmes_equations_are_the_codes():
@@ -677,10 +680,15 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
     (run,) = evidence.collect(tmp_path)
     assert run == {
-        "world": "warm0", "algorithm": "rule", "seed": 2, "steps": 3,
-        "before": {"toy/mean@1": 0.5}, "after": {"toy/mean@1": 0.9123}, "seconds": 4.5,
+        "world": "warm0",
+        "algorithm": "rule",
+        "seed": 2,
+        "steps": 3,
+        "before": {"toy/mean@1": 0.5},
+        "after": {"toy/mean@1": 0.9123},
+        "seconds": 4.5,
         "curves": {"acc": [0.2, 0.4, 0.9], "truly_correct": [0.1, 0.2, 0.45]},
-    }  # fmt: skip
+    }
     assert evidence.of([run], "rule") == [run] == evidence.of([run], "rule", "warm0")
     with pytest.raises(ValueError, match="no finished run of rule in weak"):
         evidence.of([run], "rule", "weak")
@@ -700,7 +708,8 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     # Algorithms without runs in all of these worlds are omitted.
     assert found == [["outcome reward only", *["0.50 (0.50-0.50)"] * 3, "never", "2"]]
     assert evidence.fill("a\n<!-- evidence: x -->\nold\n<!-- end -->\nb", {"x": "| 1 |"}) == (
-        "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb")  # fmt: skip
+        "a\n<!-- evidence: x -->\n\n| 1 |\n\n<!-- end -->\nb"
+    )
     monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     before = '{"world": "narrow", "algorithm": "fapo_judge", "seed": 0}\n'
     for name in evidence.FILES:

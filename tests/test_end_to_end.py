@@ -72,11 +72,25 @@ def train(world, name, **flags):
     """Run the trainer with the served judge, and return samples and metrics."""
     folder, address = world
     judge = {"prompt_style": "brief", "genrm_max_tokens": 16, "keep_critique": True}
-    flags = dict(
-        model=folder / "policy", train_file=folder / "train.parquet", out_dir=folder / name,
-        router_address=address, reward_kwargs=json.dumps(judge), train_batch_size=8, mini_batch_size=4,
-        group_size=8, max_response_length=12, overlong_buffer=0, lr=1e-4, num_threads=1, samples_per_step=64,
-        num_reward_workers=1) | flags  # fmt: skip
+    flags = (
+        dict(
+            model=folder / "policy",
+            train_file=folder / "train.parquet",
+            out_dir=folder / name,
+            router_address=address,
+            reward_kwargs=json.dumps(judge),
+            train_batch_size=8,
+            mini_batch_size=4,
+            group_size=8,
+            max_response_length=12,
+            overlong_buffer=0,
+            lr=1e-4,
+            num_threads=1,
+            samples_per_step=64,
+            num_reward_workers=1,
+        )
+        | flags
+    )
     command = ["grpo_trainer.py"]
     for flag, value in flags.items():
         command += ["--" + flag.replace("_", "-"), str(value)]

@@ -85,7 +85,7 @@ def served(prompt_to_text):
     return handler
 
 
-def test_a_listwise_judge_is_asked_once_for_a_group(serve):  # noqa: F811
+def test_a_listwise_judge_is_asked_once_for_a_group(serve):
     marks = {"good \\boxed{2}": "0.9", "fair \\boxed{2}": ".5", "bad \\boxed{3}": "0"}
 
     def judge(prompt):
@@ -109,19 +109,25 @@ def test_a_listwise_judge_is_asked_once_for_a_group(serve):  # noqa: F811
         assert set(of_all(results, "score")) <= {1.0, -1.0} and len(server.paths) == asked
 
 
-@pytest.mark.parametrize("said, status", [
-    ("\\boxed{0.9, 0.1}", "unparsable"), ("\\boxed{9, 5, 0}", "unparsable"), ("no box", "unparsable"),
-    ("\\boxed{0.5, -0.9, 0.1}", "unparsable"), (400, "http_error"),
-    ("<think>\\boxed{0.9, 0.5, 0.1}</think>I cannot decide.", "unparsable"),
-])  # fmt: skip
-def test_a_listwise_judge_that_says_nothing_usable_gives_no_verdict(serve, said, status):  # noqa: F811
+@pytest.mark.parametrize(
+    "said, status",
+    [
+        ("\\boxed{0.9, 0.1}", "unparsable"),
+        ("\\boxed{9, 5, 0}", "unparsable"),
+        ("no box", "unparsable"),
+        ("\\boxed{0.5, -0.9, 0.1}", "unparsable"),
+        (400, "http_error"),
+        ("<think>\\boxed{0.9, 0.5, 0.1}</think>I cannot decide.", "unparsable"),
+    ],
+)
+def test_a_listwise_judge_that_says_nothing_usable_gives_no_verdict(serve, said, status):
     server = serve(served(lambda prompt: said))
     responses = ["a \\boxed{2}", "b \\boxed{2}", "c \\boxed{3}"]
     results = ask(group_rewards.listwise_judge, responses, reward_router_address=server.address)
     assert of_all(results, "score") == [None] * 3 and of_all(results, "group_status") == [status] * 3
 
 
-def test_fapo_against_others(serve):  # noqa: F811
+def test_fapo_against_others(serve):
     verdicts = {"sound": "-1", "late": "2", "early": "0", "silent": "?"}
     asked = Counter()
 

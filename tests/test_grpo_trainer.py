@@ -441,9 +441,7 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
 
 @pytest.mark.slow
 def test_baseline_calls_the_function_that_only_measures(workshop):
-    grpo_trainer.train(
-        run_config(workshop, "base", reward_fn=f"{workshop}/reward.py:compute_score_baseline")
-    )
+    grpo_trainer.train(run_config(workshop, "base", reward_fn=f"{workshop}/reward.py:compute_score_baseline"))
     metrics = lines_of(workshop / "base/metrics.jsonl")[-1]
     assert metrics["reward/no_verdict"] == 0 and 0 <= metrics["reward/flawed_positive_rate"] <= 1
 
@@ -546,8 +544,13 @@ def test_the_command_line_in_groups_gives_the_configuration():
     flags = ["--num-reward-workers", "3", "--val-greedy", "--lora-targets", "q_proj", "v_proj"]
     config = grpo_trainer.parse_command_line(grpo_trainer.Config, args=[*needed, *flags])
     expected = grpo_trainer.Config(
-        model="m", train_file=("a", "b"), out_dir="o", num_workers=3, val_greedy=True,
-        lora_targets=("q_proj", "v_proj"))  # fmt: skip
+        model="m",
+        train_file=("a", "b"),
+        out_dir="o",
+        num_workers=3,
+        val_greedy=True,
+        lora_targets=("q_proj", "v_proj"),
+    )
     assert config == expected and type(config) is grpo_trainer.Config
 
 
@@ -1026,6 +1029,7 @@ def test_ctrl_c_that_python_ignores_in_a_destructor_ends_the_run_after_the_step(
 
 def test_ctrl_c_that_python_ignores_in_a_destructor_is_raised_again():
     """Without a step that ends soon, for example in a long evaluation."""
+
     class Interrupted:
         def __del__(self):
             signal.raise_signal(signal.SIGTERM)
@@ -1135,7 +1139,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
         (dict(save_every=-1), "--save-every -1: must be at least 0"),
         (dict(val_every=-1), "--val-every -1: must be at least 0"),
         (dict(keep_checkpoints=-1), "--keep-checkpoints -1: must be at least 0"),
-        (dict(rollout_vllm_args="--a 'b"), "--rollout-vllm-args \"--a 'b\": cannot be split"),
+        (dict(rollout_vllm_args="--a 'b"), '--rollout-vllm-args "--a \'b": cannot be split'),
         (
             dict(overlong_buffer=9),
             "--overlong-buffer 9: must be between 1 and --max-response-length 8; pass 0 to turn off",

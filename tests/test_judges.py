@@ -55,7 +55,7 @@ def test_the_loop_takes_them(name):
 
 
 @pytest.mark.parametrize("name", ["audited", "two_judges", "votes", "rubric"])
-def test_their_judges_read_turns_and_the_answer_is_the_policys(serve, name):  # noqa: F811
+def test_their_judges_read_turns_and_the_answer_is_the_policys(serve, name):
     asked = []
 
     def judge(prompt):
@@ -75,7 +75,7 @@ def test_their_judges_read_turns_and_the_answer_is_the_policys(serve, name):  # 
 # ---- audited
 
 
-def test_a_share_of_what_the_judge_lets_pass_is_asked_of_a_second_one(serve):  # noqa: F811
+def test_a_share_of_what_the_judge_lets_pass_is_asked_of_a_second_one(serve):
     first = serve(served(lambda prompt: "\\boxed{0}" if "caught" in prompt else "\\boxed{-1}"))
     second = serve(served(lambda prompt: "\\boxed{1}" if "hidden" in prompt else "\\boxed{-1}"))
     responses = []
@@ -104,7 +104,7 @@ def test_of_equal_answers_each_has_its_own_chance():
     assert 60 < sum(drawn) < 140
 
 
-def test_the_same_judge_may_be_asked_in_other_words_and_a_failure_is_no_opinion(serve):  # noqa: F811
+def test_the_same_judge_may_be_asked_in_other_words_and_a_failure_is_no_opinion(serve):
     server = serve(served(lambda prompt: "\\boxed{-1}" if "<paragraph" in prompt else "\\boxed{1}"))
     (result,) = ask(judges.audited, [RIGHT], server.address, share=1.0, second={"prompt_style": "raw"})
     assert result["audited"] and result["audit_flawed"] and result["score"] == 1.0
@@ -122,7 +122,7 @@ def test_the_same_judge_may_be_asked_in_other_words_and_a_failure_is_no_opinion(
 # ---- two judges
 
 
-def test_the_strict_judge_is_asked_where_the_quick_one_finds_nothing(serve):  # noqa: F811
+def test_the_strict_judge_is_asked_where_the_quick_one_finds_nothing(serve):
     quick = serve(served(lambda prompt: "\\boxed{0}" if "coarse" in prompt else "\\boxed{-1}"))
     strict = serve(served(lambda prompt: "\\boxed{1}" if "fine" in prompt else "\\boxed{-1}"))
     responses = [f"{kind} slip\n\n\\boxed{{2}}" for kind in ("coarse", "fine", "no")] + [WRONG]
@@ -133,7 +133,7 @@ def test_the_strict_judge_is_asked_where_the_quick_one_finds_nothing(serve):  # 
     assert (calls(quick), calls(strict)) == (3, 2)
 
 
-def test_without_the_strict_judges_word_there_is_no_verdict(serve):  # noqa: F811
+def test_without_the_strict_judges_word_there_is_no_verdict(serve):
     quick, strict = serve(served(lambda prompt: "\\boxed{-1}")), serve(served(lambda prompt: "hm"))
     (result,) = ask(judges.two_judges, [RIGHT], quick.address, strict.address)
     assert result["score"] is None and result["genrm_status"] == "unparsable"
@@ -142,12 +142,17 @@ def test_without_the_strict_judges_word_there_is_no_verdict(serve):  # noqa: F81
 # ---- votes
 
 
-@pytest.mark.parametrize("said, verdict", [
-    ("1 -1 1", (0.0, True, 1, 2 / 3)), ("-1 -1 -1", (1.0, False, -1, 1.0)),
-    ("-1 -1 ?", (1.0, False, -1, 2 / 3)),  # two of three, although one gave no verdict
-    ("-1 1 ?", (None, None, None, None)), ("? ? -1", (None, None, None, None)),
-])  # fmt: skip
-def test_most_of_three_votes(serve, said, verdict):  # noqa: F811
+@pytest.mark.parametrize(
+    "said, verdict",
+    [
+        ("1 -1 1", (0.0, True, 1, 2 / 3)),
+        ("-1 -1 -1", (1.0, False, -1, 1.0)),
+        ("-1 -1 ?", (1.0, False, -1, 2 / 3)),  # two of three, although one gave no verdict
+        ("-1 1 ?", (None, None, None, None)),
+        ("? ? -1", (None, None, None, None)),
+    ],
+)
+def test_most_of_three_votes(serve, said, verdict):
     left = said.split()
     server = serve(served(lambda prompt: f"\\boxed{{{left.pop()}}}"))
     (result,) = ask(judges.votes, [RIGHT], server.address)
@@ -156,7 +161,7 @@ def test_most_of_three_votes(serve, said, verdict):  # noqa: F811
     assert (result["genrm_status"] == "ok") == (verdict[0] is not None)
 
 
-def test_a_vote_that_fails_is_none_for_sound_where_the_rule_steps_in(serve):  # noqa: F811
+def test_a_vote_that_fails_is_none_for_sound_where_the_rule_steps_in(serve):
     left = [400, 400, "\\boxed{1}"]
     server = serve(served(lambda prompt: left.pop()))
     (result,) = ask(judges.votes, [RIGHT], server.address, on_no_verdict="rule")
@@ -166,7 +171,7 @@ def test_a_vote_that_fails_is_none_for_sound_where_the_rule_steps_in(serve):  # 
     assert (result["score"], result["first_wrong"], result["flawed_positive"]) == (-1.0, 1, False)
 
 
-def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):  # noqa: F811
+def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):
     server = serve(served(lambda prompt: "\\boxed{-1}"))
     (result,) = ask(judges.votes, [WRONG], server.address, k=5)
     assert result["score"] == -1.0 and calls(server) == 0
@@ -174,7 +179,7 @@ def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):  # noqa:
         ask(judges.votes, [RIGHT], server.address, genrm_temperature=0)
 
 
-def test_without_a_majority_a_judge_that_only_measures_changes_no_score(serve):  # noqa: F811
+def test_without_a_majority_a_judge_that_only_measures_changes_no_score(serve):
     server = serve(served(lambda prompt: "hm"))
     test = ABOUT["extra_info"] | {"split": "test"}
     (result,) = ask(judges.votes, [RIGHT], server.address, extra_info=test, judge_test=True)
@@ -188,7 +193,7 @@ def test_without_a_majority_a_judge_that_only_measures_changes_no_score(serve): 
 # ---- rubric
 
 
-def test_a_checklist_is_graded(serve):  # noqa: F811
+def test_a_checklist_is_graded(serve):
     met = {"good": "yes, yes, yes", "fair": "yes, no, Yes", "poor": "no, no, no", "silent": "yes, no"}
 
     def judge(prompt):
@@ -223,7 +228,7 @@ def test_a_checklist_is_graded(serve):  # noqa: F811
     assert good > fair > poor > wrong and silent is None
 
 
-def test_a_row_may_have_a_checklist_of_its_own(serve):  # noqa: F811
+def test_a_row_may_have_a_checklist_of_its_own(serve):
     asked = Counter()
 
     def judge(prompt):

@@ -179,7 +179,6 @@ def test_a_tied_head_has_no_adapter_and_is_served_as_it_is(model):
     assert torch.equal(weights["lm_head.weight"], tied.lm_head.weight)
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
-
     with pytest.raises(ValueError, match="lm_head is a Linear, not a plain linear layer with its own weight"):
         # Merging it would change the embedding.
         policy_of(tied, lora_rank=4, lora_targets=("q_proj", "lm_head"))
@@ -249,7 +248,7 @@ def test_a_run_says_which_layers_have_adapters(model):
 
 
 @pytest.mark.slow
-def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch):  # noqa: F811
+def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch):
     """Test merges that died before or during the work, and a base model that has moved since."""
     folder = workshop / "moves"
     shutil.copytree(workshop / "model", folder / "one")
@@ -278,7 +277,7 @@ def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(workshop):  # noqa: F811
+def test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model(workshop):
     options = dict(lora_rank=8, lr=2e-2, resume="auto", max_positions=1024)
     whole = run_config(workshop, "lora", total_steps=4, **options)
     stopped = run_config(workshop, "lora_stopped", total_steps=4, **options)

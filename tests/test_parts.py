@@ -437,17 +437,25 @@ print([(result["reward_score"], result["status"]) for result in results])
 def test_score_file_with_its_five(alone, cluster):
     folder = alone("score_file.py")
     write_lines(folder / "responses.jsonl", *(ROW | {"response": rf"\boxed{{{x}}}"} for x in "45"))
-    run("score_file.py", "--data", "responses.jsonl", "--out", "scored.jsonl", "--num-workers", "1",
-        "--reward-fn", "compute_score.py:compute_score", RAY_ADDRESS=cluster)  # fmt: skip
+    run(
+        "score_file.py",
+        "--data",
+        "responses.jsonl",
+        "--out",
+        "scored.jsonl",
+        "--num-workers",
+        "1",
+        "--reward-fn",
+        "compute_score.py:compute_score",
+        RAY_ADDRESS=cluster,
+    )
     lines = [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
     assert [line["reward_score"] for line in lines] == [1.0, -1.0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rollout", ["hf", "vllm"])
-def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
-    rollout, alone, model, tokenizer, cluster
-):
+def test_the_top_level_alone_trains_and_says_what_it_cannot_write(rollout, alone, model, tokenizer, cluster):
     """Without folders such as cluster/, the run is complete and has its curves.
 
     Only the page needs tools/.
@@ -456,9 +464,12 @@ def test_the_top_level_alone_trains_and_says_what_it_cannot_write(
     write_model(folder / "model", model, tokenizer)
     stand_in_for_vllm(folder)
     write_lines(folder / "rows.jsonl", ROW)
-    command = """grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1
+    command = (
+        """grpo_trainer.py --model model --train-file rows.jsonl --out-dir out --total-steps 1
         --train-batch-size 1 --mini-batch-size 1 --group-size 2 --max-response-length 4 --overlong-buffer 0
-        --num-workers 1 --device cpu --max-logprob-diff 1e9 --rollout """ + rollout
+        --num-workers 1 --device cpu --max-logprob-diff 1e9 --rollout """
+        + rollout
+    )
     said = run(*command.split(), RAY_ADDRESS=cluster)
     assert "done: out/checkpoints/step_1" in said
     (line,) = [line for line in said.splitlines() if line.startswith("report.html")]

@@ -221,19 +221,39 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info,
 @pytest.mark.slow
 @pytest.mark.parametrize("mode, share", [("standalone", 0.4), ("colocate", 0.7)])
 def test_a_run_on_one_gpu(
-    ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch, mode, share  # noqa: F811
+    ray_with,
+    stand_in,
+    tmp_path,
+    model,
+    tokenizer,
+    monkeypatch,
+    mode,
+    share,
 ):
     """Rank, policy server and judge see the same GPU, and each is limited to its share of the memory."""
-    row = {"data_source": "toy", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
-           "reward_model": {"ground_truth": "1"}}  # fmt: skip
+    row = {
+        "data_source": "toy",
+        "prompt": [{"role": "user", "content": "1"}],
+        "extra_info": {},
+        "reward_model": {"ground_truth": "1"},
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "score.py").write_text(REWARD)
     config = config_of(
-        model=write_model(tmp_path / "policy", model, tokenizer), train_file=str(tmp_path / "rows.jsonl"),
-        out_dir=str(tmp_path / "run"), reward_fn=f"{tmp_path}/score.py:compute_score", num_workers=1,
-        policy_gpu_share=share, rollout_gpu_share=0.3, genrm=(str(stand_in),), genrm_gpu_share=0.3,
-        reward_mode=mode, reward_model_tokenizer=str(tmp_path / "policy"), max_response_length=8,
-        overlong_buffer=0)  # fmt: skip
+        model=write_model(tmp_path / "policy", model, tokenizer),
+        train_file=str(tmp_path / "rows.jsonl"),
+        out_dir=str(tmp_path / "run"),
+        reward_fn=f"{tmp_path}/score.py:compute_score",
+        num_workers=1,
+        policy_gpu_share=share,
+        rollout_gpu_share=0.3,
+        genrm=(str(stand_in),),
+        genrm_gpu_share=0.3,
+        reward_mode=mode,
+        reward_model_tokenizer=str(tmp_path / "policy"),
+        max_response_length=8,
+        overlong_buffer=0,
+    )
     monkeypatch.setattr(policy_group, "RankedPolicy", rank_on_cpu())
     ray_with(1)
     run = Run(config)

@@ -42,12 +42,26 @@ def test_the_first_step_is_the_trainers(tmp_path, monkeypatch, capsys):
         plain.main(steps=1)
         assert "step 1: accuracy 0." in capsys.readouterr().out
         config = grpo_trainer.Config(
-            model=plain.MODEL, train_file=str(file), out_dir=str(tmp_path / "run"), reward_fn=plain.FAPO,
-            reward_kwargs=plain.ASK, router_address=(address,), total_steps=1, train_batch_size=plain.PROMPTS,
-            mini_batch_size=plain.OPTIONS.mini_batch_size, group_size=plain.GROUP, max_response_length=64,
-            overlong_buffer=0, lr=plain.OPTIONS.lr, adam_betas=plain.OPTIONS.adam_betas, weight_decay=0.0,
-            lr_warmup_steps=0, num_threads=1, save_every=0, device="cpu",
-        )  # fmt: skip
+            model=plain.MODEL,
+            train_file=str(file),
+            out_dir=str(tmp_path / "run"),
+            reward_fn=plain.FAPO,
+            reward_kwargs=plain.ASK,
+            router_address=(address,),
+            total_steps=1,
+            train_batch_size=plain.PROMPTS,
+            mini_batch_size=plain.OPTIONS.mini_batch_size,
+            group_size=plain.GROUP,
+            max_response_length=64,
+            overlong_buffer=0,
+            lr=plain.OPTIONS.lr,
+            adam_betas=plain.OPTIONS.adam_betas,
+            weight_decay=0.0,
+            lr_warmup_steps=0,
+            num_threads=1,
+            save_every=0,
+            device="cpu",
+        )
         grpo_trainer.train(config)
     ours, theirs = steps
     assert ours == theirs

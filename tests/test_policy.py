@@ -115,8 +115,9 @@ def test_a_prefix_has_an_advantage_of_its_own(model):
 def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     options = dict(max_grad_norm=1e9, max_response_length=20)
-    token_mean, constant = (updated(model, a_step(model), advantage=name, **options)[0] - before
-                            for name in ("grpo", "dr_grpo"))  # fmt: skip
+    token_mean, constant = (
+        updated(model, a_step(model), advantage=name, **options)[0] - before for name in ("grpo", "dr_grpo")
+    )
     scored = [len(sample.response_ids) for sample in a_step(model) if sample.advantage is not None]
     assert torch.allclose(constant, token_mean * sum(scored) / (20 * len(scored)), atol=1e-7)
     assert constant.abs().max() > 1e-5
@@ -598,21 +599,31 @@ FACTORS = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
-@pytest.mark.parametrize("is_kept, rope", [
-    (True, dict(rope_type="default")),
-    (True, dict(rope_type="linear", factor=4.0)),
-    (True, dict(rope_type="dynamic", factor=4.0)),
-    (True, LLAMA3),  # The original number of positions is then that of the model.
-    (True, LLAMA3 | dict(original_max_position_embeddings=64)),
-    (True, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)),
-    (False, dict(rope_type="yarn", factor=None, original_max_position_embeddings=1024)),
-    (False, dict(rope_type="longrope", original_max_position_embeddings=1024) | FACTORS),
-    (False, dict(rope_type="longrope", original_max_position_embeddings=1024, factor=4.0) | FACTORS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "is_kept, rope",
+    [
+        (True, dict(rope_type="default")),
+        (True, dict(rope_type="linear", factor=4.0)),
+        (True, dict(rope_type="dynamic", factor=4.0)),
+        (True, LLAMA3),  # The original number of positions is then that of the model.
+        (True, LLAMA3 | dict(original_max_position_embeddings=64)),
+        (True, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)),
+        (False, dict(rope_type="yarn", factor=None, original_max_position_embeddings=1024)),
+        (False, dict(rope_type="longrope", original_max_position_embeddings=1024) | FACTORS),
+        (False, dict(rope_type="longrope", original_max_position_embeddings=1024, factor=4.0) | FACTORS),
+    ],
+)
 def test_max_positions_changes_no_position_of_a_short_text(is_kept, rope, tmp_path):
     """The last models compute their scaling from max_position_embeddings. vLLM does so for any longrope."""
-    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=2, vocab_size=120, max_position_embeddings=4096)  # fmt: skip
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=120,
+        max_position_embeddings=4096,
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(**shape, initializer_range=0.3, rope_parameters=rope | {"rope_theta": 1e4})

@@ -378,7 +378,11 @@ class Sender:
 
 
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(
-    folder, model, tokenizer, stand_in, monkeypatch  # noqa: F811
+    folder,
+    model,
+    tokenizer,
+    stand_in,
+    monkeypatch,
 ):
     """The servers are actors with a stand-in for vLLM, and the packs of weights are smaller than a tensor.
 

@@ -230,9 +230,7 @@ def test_processbench(tmp_path):
     ],
 )
 def test_which_source_a_file_serves(name, served):
-    assert {
-        (source.data_source, source.split) for source in SOURCES if serves(Path(name), source)
-    } == served
+    assert {(source.data_source, source.split) for source in SOURCES if serves(Path(name), source)} == served
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # spreadsheets write the second one

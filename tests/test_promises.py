@@ -170,7 +170,7 @@ KEPT_BY = {
     "No script contacts a hub unless you pass the name of a model or data set on that hub.": (
         "test_grpo_trainer.test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_already",
     ),
-}  # fmt: skip
+}
 
 
 def test_every_guarantee_of_the_page_has_tests_and_every_tested_one_is_on_the_page():
@@ -216,13 +216,15 @@ def test_every_row_of_a_file_gets_its_own_score(tmp_path):
     (tmp_path / "chaos.py").write_text(CHAOS)
     rows = []
     for index in range(300):
-        rows.append({
-            "data_source": "x",
-            "prompt": [{"role": "user", "content": f"question {index}"}],
-            "response": "answer",
-            "reward_model": {"style": "rule", "ground_truth": str(tmp_path)},
-            "extra_info": {"index": index, "split": "train"},
-        })  # fmt: skip
+        rows.append(
+            {
+                "data_source": "x",
+                "prompt": [{"role": "user", "content": f"question {index}"}],
+                "response": "answer",
+                "reward_model": {"style": "rule", "ground_truth": str(tmp_path)},
+                "extra_info": {"index": index, "split": "train"},
+            }
+        )
     (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ["score_file.py", "--data", tmp_path / "responses.jsonl"]
     command += ["--out", tmp_path / "scored.jsonl", "--reward-fn", f"{tmp_path}/chaos.py:by_index"]

@@ -32,25 +32,68 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.stem != "paths")
 REASONING = dict(group_size=8, temperature=1.0, max_prompt_length=2048, val_temperature=1.0, val_top_p=0.7)
 PAPER = {  # paper Table 1
-    "genrm_4b": dict(group_size=16, temperature=1.2, max_prompt_length=5120, max_response_length=8192,
-                     val_temperature=0.6, val_top_p=0.95),
+    "genrm_4b": dict(
+        group_size=16,
+        temperature=1.2,
+        max_prompt_length=5120,
+        max_response_length=8192,
+        val_temperature=0.6,
+        val_top_p=0.95,
+    ),
     "7b": REASONING | dict(max_response_length=8192),
     "32b": REASONING | dict(max_response_length=20480),
-}  # fmt: skip
+}
 SHARED = dict(
-    train_batch_size=512, mini_batch_size=32, lr=1e-6, lr_warmup_steps=10, weight_decay=0.1,
-    max_grad_norm=1.0, adam_betas=(0.9, 0.999), clip_low=0.2, clip_high=0.28, clip_c=10.0,
-    overlong_buffer=4096, overlong_factor=1.0, entropy_coef=0.0,
-)  # fmt: skip
+    train_batch_size=512,
+    mini_batch_size=32,
+    lr=1e-6,
+    lr_warmup_steps=10,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    adam_betas=(0.9, 0.999),
+    clip_low=0.2,
+    clip_high=0.28,
+    clip_c=10.0,
+    overlong_buffer=4096,
+    overlong_factor=1.0,
+    entropy_coef=0.0,
+)
 
-QWEN_7B = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-                      num_attention_heads=28, num_key_value_heads=4)  # fmt: skip
-QWEN_1B = Qwen2Config(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-                      num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
-JUDGE_4B = Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-                       num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)  # fmt: skip
-SMALL = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                    num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+QWEN_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+)
+QWEN_1B = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+JUDGE_4B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
+SMALL = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
 ONE_GPU = {  # GB, shape of the policy (see `shapes`), shape of the judge
     "fapo_7b_one_gpu": (80, "7b", "judge"),
     "fapo_1.5b_24gb": (24, "1b", "small"),
@@ -225,9 +268,14 @@ def commands_with_a_gpu(tmp_path):
     shutil.copytree(ROOT / "recipes", tmp_path / "copy/recipes")  # without .venv, so that bin/ comes first
 
     def run(recipe, *arguments):
-        done = subprocess.run(["bash", f"recipes/{recipe}.sh", *arguments], cwd=tmp_path / "copy", text=True,
-                              env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
-                              capture_output=True, timeout=60)  # fmt: skip
+        done = subprocess.run(
+            ["bash", f"recipes/{recipe}.sh", *arguments],
+            cwd=tmp_path / "copy",
+            text=True,
+            env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+            capture_output=True,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout, [shlex.split(line) for line in log.read_text().splitlines()]
 
@@ -302,8 +350,12 @@ def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
 
 def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     """Run the whole command without Ray or a GPU: the plan shows which processes would share a GPU."""
-    row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}], "extra_info": {},
-           "reward_model": {"ground_truth": "1"}}  # fmt: skip
+    row = {
+        "data_source": "d",
+        "prompt": [{"role": "user", "content": "1"}],
+        "extra_info": {},
+        "reward_model": {"ground_truth": "1"},
+    }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     model = str(ROOT / "toy/models/policy")
     trainer = ["--model", model, "--train-file", f"{tmp_path}/rows.jsonl", "--out-dir", f"{tmp_path}/run"]
@@ -435,8 +487,14 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
         shutil.copy(path, tmp_path / "copy")
     environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OUT": f"{tmp_path}/out"}
     for _ in range(2):  # the second time, all runs are finished
-        done = subprocess.run(["bash", "recipes/evidence.sh"], cwd=tmp_path / "copy", env=environment,
-                              capture_output=True, text=True, timeout=120)  # fmt: skip
+        done = subprocess.run(
+            ["bash", "recipes/evidence.sh"],
+            cwd=tmp_path / "copy",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
     found = re.findall(rf"^grpo_trainer.py .*--out-dir {tmp_path}/out/(\S+)", log.read_text(), re.M)
     assert len(found) == len(set(found))

@@ -275,7 +275,9 @@ def test_flags_of_the_options_are_the_same_for_every_command_line(capsys):
     )
     models = config.server_configs(sleep_mode=True)
     assert {name: (model.model, model.task, model.sleep_mode) for name, model in models.items()} == {
-        "genrm": ("a/b", "generate", True), "rm": ("c/d", "classify", True)}  # fmt: skip
+        "genrm": ("a/b", "generate", True),
+        "rm": ("c/d", "classify", True),
+    }
     assert (
         tyro.cli(Config, args=["--model", "m", "--num-workers", "3", "--reward-timeout", "5"]).num_workers
         == 3
@@ -970,9 +972,11 @@ def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
 
 def test_what_verl_always_sets_is_there(start, tmp_path):
     file = tmp_path / "turns.py"
-    file.write_text("def rule(data_source, solution_str, ground_truth, extra_info):\n"
-                    "    rewards = extra_info['rollout_reward_scores']\n"
-                    "    return float(extra_info['num_turns'] + len(rewards))\n")  # fmt: skip
+    file.write_text(
+        "def rule(data_source, solution_str, ground_truth, extra_info):\n"
+        "    rewards = extra_info['rollout_reward_scores']\n"
+        "    return float(extra_info['num_turns'] + len(rewards))\n"
+    )
     manager = start(f"{file}:rule")
     turns = [{"who": "policy", "text": "one"}] * 4
     samples = [sample("one"), sample("one", num_turns=6), sample("one", turns=turns)]

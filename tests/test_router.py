@@ -336,10 +336,14 @@ async def test_answers_that_are_not_failures_pass_once():
 
 @pytest.mark.parametrize(
     "play, policy",
-    [*((answers(status), "round_robin") for status in (502, 503, 504)), (reset, "round_robin"),
-     (talk_nonsense, "round_robin"), (reset, "least_loaded")],
+    [
+        *((answers(status), "round_robin") for status in (502, 503, 504)),
+        (reset, "round_robin"),
+        (talk_nonsense, "round_robin"),
+        (reset, "least_loaded"),
+    ],
     ids=["502", "503", "504", "reset", "nonsense", "reset-least_loaded"],
-)  # fmt: skip
+)
 @in_a_loop
 async def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
     async with Upstream(play) as bad, Upstream() as good, Running(bad, good, policy=policy) as it:
@@ -1173,10 +1177,13 @@ async def states_of(it):
 
 @pytest.mark.parametrize(
     "models, policy",
-    [({"b": "b"}, "round_robin"), ({"a": "/models/b"}, "least_loaded"),
-     ({"a": "/models/a", "b": "/models/b"}, "round_robin")],
+    [
+        ({"b": "b"}, "round_robin"),
+        ({"a": "/models/b"}, "least_loaded"),
+        ({"a": "/models/a", "b": "/models/b"}, "round_robin"),
+    ],
     ids=["another-name", "another-folder", "one-more"],
-)  # fmt: skip
+)
 @in_a_loop
 async def test_a_server_with_other_models_does_not_join(models, policy, capfd):
     async with (

@@ -212,9 +212,16 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"
 WITH_TOOLS = "{% if tools %}<tools>{{ tools | tojson }}{% endif %}" + CHATML
 
 
-@pytest.mark.parametrize("tools, shown", [
-    (TOOLS, json.dumps(TOOLS)), (json.dumps(TOOLS), json.dumps(TOOLS)), ([], ""), ("", ""), (None, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tools, shown",
+    [
+        (TOOLS, json.dumps(TOOLS)),
+        (json.dumps(TOOLS), json.dumps(TOOLS)),
+        ([], ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_chat_template_gets_the_tools_of_a_row(tmp_path, tokenizer, capsys, tools, shown, as_json):
     row = rows_of(tmp_path, tokenizer, WITH_TOOLS, tools=tools, as_json=as_json)[-1]
@@ -231,11 +238,14 @@ def test_a_column_of_tools_that_is_something_else_is_refused_by_row(tmp_path, to
         rows_of(tmp_path, tokenizer, WITH_TOOLS, tools=tools, as_json=True)
 
 
-@pytest.mark.parametrize("template, role, content, shown", [
-    ("{{ messages[-1].content | tojson }}", "tool", '{"price": 7}', r'"{\"price\": 7}"'),
-    ("{{ messages[-1].content.replace('/think', '').strip() }}", "user", "/think\nGo on", "Go on"),
-    ("{% if messages[-1].content != 'a' %}{{ raise_exception('not a') }}{% endif %}a", "user", "a", "a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, role, content, shown",
+    [
+        ("{{ messages[-1].content | tojson }}", "tool", '{"price": 7}', r'"{\"price\": 7}"'),
+        ("{{ messages[-1].content.replace('/think', '').strip() }}", "user", "/think\nGo on", "Go on"),
+        ("{% if messages[-1].content != 'a' %}{{ raise_exception('not a') }}{% endif %}a", "user", "a", "a"),
+    ],
+)
 def test_a_template_may_rewrite_the_last_message(tmp_path, tokenizer, template, role, content, shown):
     message = {"role": role, "content": content}
     (row,) = rows_of(tmp_path, tokenizer, template, prompt=[message])
@@ -639,9 +649,18 @@ def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer
     """In a vision-language model, only the language model is trained and saved."""
     run = prepared(tmp_path, model, tokenizer)
     run.lock.close()
-    text = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-                num_key_value_heads=2, intermediate_size=64, head_dim=8, pad_token_id=0, eos_token_id=1,
-                layer_types=["full_attention"])  # fmt: skip
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        head_dim=8,
+        pad_token_id=0,
+        eos_token_id=1,
+        layer_types=["full_attention"],
+    )
     sight = dict(hidden_size=32, intermediate_size=32, depth=1, num_heads=2, out_hidden_size=32)
     whole = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
     AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).save_pretrained(tmp_path / "model")

@@ -54,10 +54,13 @@ def test_validation_metrics_by_hand():
     ]
     metrics = validation_metrics(groups)
     expected = {
-        "mean@4": (2 / 4 + 1 / 4) / 2, "maj@4": 0.5, "pass@1": (2 / 4 + 1 / 4) / 2,
+        "mean@4": (2 / 4 + 1 / 4) / 2,
+        "maj@4": 0.5,
+        "pass@1": (2 / 4 + 1 / 4) / 2,
         "pass@2": (1 - 1 / 6 + 1 - 3 / 6) / 2,  # all wrong: C(2,2)/C(4,2) and C(3,2)/C(4,2) of the pairs
-        "pass@4": 1.0, "no_verdict/mean@4": 0.0,
-    }  # fmt: skip
+        "pass@4": 1.0,
+        "no_verdict/mean@4": 0.0,
+    }
     assert {
         k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")
     } == pytest.approx(expected)
@@ -98,19 +101,30 @@ def test_a_sampler_that_suddenly_differs_is_reported(tmp_path, capsys, differenc
 
 
 def test_reward_metrics_by_hand():
-    metrics = reward_metrics([
-        # The values are a number that is too large for a float, indices, and a name that is already used.
-        scored(1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=0, extra=10**400),
-        scored(0.0, acc=True, flawed_positive=True, genrm_status="ok", genrm_shared=1, extra=2.0, mean=7.0),
-        scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
-        scored(None, acc=True, flawed_positive=None, genrm_status="timeout", genrm_shared=False),
-    ])  # fmt: skip
+    metrics = reward_metrics(
+        [
+            # The values are a number that is too large for a float, indices, and a name that is already used.
+            scored(
+                1.0, acc=True, flawed_positive=False, genrm_status="ok", pred=3, first_wrong=0, extra=10**400
+            ),
+            scored(
+                0.0, acc=True, flawed_positive=True, genrm_status="ok", genrm_shared=1, extra=2.0, mean=7.0
+            ),
+            scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
+            scored(None, acc=True, flawed_positive=None, genrm_status="timeout", genrm_shared=False),
+        ]
+    )
     assert metrics == {
-        "reward/mean": 0.0, "reward/no_verdict": 0.25, "reward/acc": 0.75, "reward/extra": 2.0,
+        "reward/mean": 0.0,
+        "reward/no_verdict": 0.25,
+        "reward/acc": 0.75,
+        "reward/extra": 2.0,
         "reward/flawed_positive_rate": 0.5,  # one of the two correct answers with a verdict
-        "genrm/error_rate": pytest.approx(1 / 3), "genrm/truncated": 0.0, "genrm/asked": 3,
+        "genrm/error_rate": pytest.approx(1 / 3),
+        "genrm/truncated": 0.0,
+        "genrm/asked": 3,
         "genrm/shared": 0.5,  # one function does not return it
-    }  # fmt: skip
+    }
 
 
 def test_odd_values_of_a_reward_function_end_no_run():
@@ -208,10 +222,13 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     found = [(line["split"], line["group"], line["prompt"], line["response"][-1]) for line in lines]
     assert found[:6] == [  # three samples of "a" are requested, and a group has two: write two groups
-        ("train", 0, "ask a0", "0"), ("train", 0, "ask a0", "1"),
-        ("train", 1, "ask a1", "2"), ("train", 1, "ask a1", "3"),
-        ("train", 3, "ask b3", "6"), ("train", 3, "ask b3", "7"),
-    ]  # fmt: skip
+        ("train", 0, "ask a0", "0"),
+        ("train", 0, "ask a0", "1"),
+        ("train", 1, "ask a1", "2"),
+        ("train", 1, "ask a1", "3"),
+        ("train", 3, "ask b3", "6"),
+        ("train", 3, "ask b3", "7"),
+    ]
     assert [(group, response) for _, group, _, response in found[6:]] == [
         (0, "0"),
         (1, "2"),
@@ -249,8 +266,10 @@ def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time
     assert short == "step 100/200  reward  0.500  90.0 s  2.5 h left"
     columns = "reward -0.250  acc 1.000  flawed 0.500  length 1234  entropy 0.46  30.0 s  "
     assert whole == f"step 101/200  {columns}50 min left" and len(whole) == 100
-    assert long == [f"step 102/200  {columns}49 min left",
-                    "    style 0.250  no_verdict 0.125  truncated 0.500  logprob_diff 0.012"]  # fmt: skip
+    assert long == [
+        f"step 102/200  {columns}49 min left",
+        "    style 0.250  no_verdict 0.125  truncated 0.500  logprob_diff 0.012",
+    ]
     for step, seconds in ((103, 900.0), (104, 4.0)):  # The step of 90 s no longer counts.
         log.metrics({"step": step, "reward/mean": 0.5, "time/step": seconds})
     assert capsys.readouterr().out.endswith("   4.0 s  48 min left\n")  # 96 steps of 30 s, the median
@@ -341,13 +360,22 @@ def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     "keep, there, more, room",
     [
         # The newest checkpoint is written before the oldest one is deleted.
-        (1, 0, {}, 2), (1, 1, {}, 1), (2, 1, {}, 2), (2, 0, {}, 3), (2, 5, {}, 1),
+        (1, 0, {}, 2),
+        (1, 1, {}, 1),
+        (2, 1, {}, 2),
+        (2, 0, {}, 3),
+        (2, 5, {}, 1),
         # All future checkpoints count: those of steps 20, 40, 60, 80 and 90.
-        (0, 0, {}, 5), (0, 3, {}, 5), (0, 3, dict(step=59), 3), (0, 3, dict(step=60), 2),
+        (0, 0, {}, 5),
+        (0, 3, {}, 5),
+        (0, 3, dict(step=59), 3),
+        (0, 3, dict(step=60), 2),
         # There are fewer checkpoints than may be kept.
-        (2, 0, dict(save_every=0), 1), (2, 0, dict(total_steps=20), 1), (2, 0, dict(total_steps=21), 2),
+        (2, 0, dict(save_every=0), 1),
+        (2, 0, dict(total_steps=20), 1),
+        (2, 0, dict(total_steps=21), 2),
     ],
-)  # fmt: skip
+)
 def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, there, more, room):
     for step in range(there):
         (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
@@ -366,8 +394,15 @@ def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, 
 
 def test_six_digits_of_fractions_are_logged_and_all_of_counts(tmp_path):
     log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
-    log.metrics({"step": 12345678, "perf/tokens": 87654321, "time/step": 1234567.8, "reward/mean": 2 / 3,
-                 "reward/other": None})  # fmt: skip
+    log.metrics(
+        {
+            "step": 12345678,
+            "perf/tokens": 87654321,
+            "time/step": 1234567.8,
+            "reward/mean": 2 / 3,
+            "reward/other": None,
+        }
+    )
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     fractions = {"time/step": 1234570.0, "reward/mean": 0.666667}
     assert line == {"step": 12345678, "perf/tokens": 87654321} | fractions
@@ -402,8 +437,10 @@ def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
 
 def test_pass_at_k_is_that_of_the_file_with_most_samples():
     """Two files have the same source, with two and four samples per row, in either order."""
-    few, many = ([scored(1.0 if right else -1.0, acc=right) for right in group]
-                 for group in ([False, False], [True, True, False, False]))  # fmt: skip
+    few, many = (
+        [scored(1.0 if right else -1.0, acc=right) for right in group]
+        for group in ([False, False], [True, True, False, False])
+    )
     for sample in few + many:
         sample.row = {"data_source": "a"}
     for groups in ([few, many], [many, few]):
@@ -516,8 +553,10 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
             dict.fromkeys(("API_KEY", "apiKey", "api_keys", "Authorization"), "(hidden)"),
         ),
         ([{"judge": {"hf_token": "hush"}}, "hush"], [{"judge": {"hf_token": "(hidden)"}}, "hush"]),
-        ({"key": 7, "max_tokens": 512, "password": "", "tokenizer": "a"},
-         {"key": "(hidden)", "max_tokens": 512, "password": "", "tokenizer": "a"}),
+        (
+            {"key": 7, "max_tokens": 512, "password": "", "tokenizer": "a"},
+            {"key": "(hidden)", "max_tokens": 512, "password": "", "tokenizer": "a"},
+        ),
         (r'[{"apikey" : "hu\"sh hush"}]', '[{"apikey": "(hidden)"}]'),
         ('{"penalty":  0.5}', '{"penalty":  0.5}'),  # Text without secrets stays as it is.
         (("--api-key", "hush", "hush", "-n", "3"), ["--api-key", "(hidden)", "(hidden)", "-n", "3"]),
@@ -531,7 +570,7 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
         ("http://me:hush@host:8000/v1?api_key=hush", "http://me:(hidden)@host:8000/v1?api_key=(hidden)"),
         ("the judge doesn't need a key", "the judge doesn't need a key"),
     ],
-)  # fmt: skip
+)
 def test_secrets_are_hidden_wherever_they_are(value, expected):
     assert run_folder.without_secrets(value) == expected
     assert run_folder.without_secrets(expected) == expected

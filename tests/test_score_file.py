@@ -123,7 +123,7 @@ async def ask(data_source, solution_str, ground_truth, extra_info, reward_router
 
 
 @pytest.mark.slow
-def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):  # noqa: F811
+def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serve):
     port = free_port()
     rows = [sample("\\boxed{2}"), sample("\\boxed{1}")] * 20  # every second sample needs the judge
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
@@ -190,7 +190,7 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # noqa: F811
+def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):
     """Otherwise, the scores of two judges would be mixed.
 
     A judge that has not responded yet does not count as different.
@@ -199,9 +199,14 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):  # no
     partial = tmp_path / "scored.jsonl.partial.jsonl"
     port = free_port()
     config = score_file.Config(
-        data=data, out=tmp_path / "scored.jsonl", reward_fn="compute_score.py:compute_score_fapo",
-        router_address=(f"127.0.0.1:{port}",), num_workers=1, resume=True,
-        reward_kwargs='{"genrm_timeout_s": 2}')  # fmt: skip
+        data=data,
+        out=tmp_path / "scored.jsonl",
+        reward_fn="compute_score.py:compute_score_fapo",
+        router_address=(f"127.0.0.1:{port}",),
+        num_workers=1,
+        resume=True,
+        reward_kwargs='{"genrm_timeout_s": 2}',
+    )
     with pytest.raises(RuntimeError, match="1 samples have no score"):
         score_file.run(config)
     serve(critic, port)
@@ -242,9 +247,14 @@ def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_fo
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
     partial = tmp_path / "scored.jsonl.partial.jsonl"
     config = score_file.Config(
-        data=data, out=tmp_path / "scored.jsonl", reward_fn="compute_score.py:compute_score_fapo",
-        genrm=(str(judge_folder),), genrm_vllm_args="--api-key hush", resume=True,
-        reward_kwargs='{"genrm_chat_kwargs": {"note": "hush"}}')  # fmt: skip
+        data=data,
+        out=tmp_path / "scored.jsonl",
+        reward_fn="compute_score.py:compute_score_fapo",
+        genrm=(str(judge_folder),),
+        genrm_vllm_args="--api-key hush",
+        resume=True,
+        reward_kwargs='{"genrm_chat_kwargs": {"note": "hush"}}',
+    )
     headers = []
     read = score_file.scored_before
 
@@ -297,9 +307,14 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     rows = [sample(text, prompt=prompt) for text, prompt in zip(["a", "raise", "none", "b"] * 2, prompts)]
     data, calls = write_jsonl(tmp_path / "responses.jsonl", rows), tmp_path / "calls"
     config = score_file.Config(
-        data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{GROUPS}:notes_calls",
-        reward_kwargs=json.dumps({"file": str(calls)}), num_workers=1, sync_processes=1,
-        max_no_verdict_rate=0.4)  # fmt: skip
+        data=data,
+        out=tmp_path / "scored.jsonl",
+        reward_fn=f"{GROUPS}:notes_calls",
+        reward_kwargs=json.dumps({"file": str(calls)}),
+        num_workers=1,
+        sync_processes=1,
+        max_no_verdict_rate=0.4,
+    )
     down = tmp_path / "calls.down"
     down.touch()
     with pytest.raises(RuntimeError, match="4 samples have no score"):
@@ -332,8 +347,12 @@ def test_rows_without_some_columns_become_parquet(tmp_path):
     data = tmp_path / "responses.parquet"
     pq.write_table(pa.Table.from_pylist([rows[0] | {"extra": None}, rows[1]]), data)
     config = score_file.Config(
-        data=data, out=tmp_path / "scored.parquet", reward_fn=f"{FAULTS}:sync_fault", num_workers=1,
-        max_no_verdict_rate=1.0)  # fmt: skip
+        data=data,
+        out=tmp_path / "scored.parquet",
+        reward_fn=f"{FAULTS}:sync_fault",
+        num_workers=1,
+        max_no_verdict_rate=1.0,
+    )
     score_file.run(config)
     written = pq.read_table(config.out).to_pylist()
     assert [row["reward_score"] for row in written] == [1.0, None]

@@ -30,16 +30,21 @@ def changed(old, new):
 @pytest.mark.parametrize(
     "turns, critique",
     [
-        (changed("", ""), "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50?50 ok|4:eggs?eggs? ok|"
-                          "6:50+7=57?57 ok|\\boxed{-1}"),
+        (
+            changed("", ""),
+            "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50?50 ok|4:eggs?eggs? ok|"
+            "6:50+7=57?57 ok|\\boxed{-1}",
+        ),
         (changed("50+7=57", "50+7=59"), "0:pears?pears? ok|2:50+7=57?59 not|\\boxed{2}"),
         (changed("50+7=57", "51+7=58"), "0:pears?pears? ok|2:50+7=57?51 not|\\boxed{2}"),
         (changed("nuts?", "hats?"), "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?h not|\\boxed{2}"),
-        (shop_judge.as_turns(shop_world.write_solution(PROBLEM, looks_up=False)),
-         "0:pears?pears= not|\\boxed{0}"),
+        (
+            shop_judge.as_turns(shop_world.write_solution(PROBLEM, looks_up=False)),
+            "0:pears?pears= not|\\boxed{0}",
+        ),
         (changed("", "")[:3], "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50? not|\\boxed{4}"),
     ],
-)  # fmt: skip
+)
 def test_a_critique_derives_each_paragraph_and_ends_at_the_first_that_differs(turns, critique):
     assert shop_judge.write_critique(PROBLEM, turns).splitlines() == critique.split("|")
 

@@ -47,7 +47,11 @@ def test_speed_measures_each_way_and_continues_after_one_that_fails(tmp_path, mo
     made, *updates, sync = lines_of(capfd)
     assert made["made"] == "tiny" and rollouts == [(8, 16, ("on",), True)]
     assert {key: sync[key] for key in ("part", "property", "holds", "found")} == {
-        "part": "rollouts", "property": "weight sync", "holds": True, "found": "0.1 s"}  # fmt: skip
+        "part": "rollouts",
+        "property": "weight sync",
+        "holds": True,
+        "found": "0.1 s",
+    }
     found = {line.get("way", "unknown"): line for line in updates}
     assert list(found) == list(ways) and "no_such_setting" in found["unknown"]["error"]
     plain = found["plain"]
@@ -127,8 +131,11 @@ def test_a_run_that_fails_shows_the_end_of_its_log_and_the_others_continue(tmp_p
     lines = [{k: line[k] for k in line if k not in ("part", "after")} for line in lines_of(capfd)]
     assert {"run": "bad", "error": "no room"} in lines
     good = [line for line in lines if line["run"] == "good"]
-    assert good == [{"run": "good", "step": 0}, {"run": "good", "step": 1, "time/step": 2.0},
-                    {"run": "good", "medians": {"time/step": 2.0}}]  # fmt: skip
+    assert good == [
+        {"run": "good", "step": 0},
+        {"run": "good", "step": 1, "time/step": 2.0},
+        {"run": "good", "medians": {"time/step": 2.0}},
+    ]
 
 
 def test_an_evaluation_is_shown_although_its_step_was(tmp_path):

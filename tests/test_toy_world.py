@@ -280,8 +280,10 @@ def test_kinds_of_toy_worlds():
             / 2000
         )
         right = (
-            sum(one[-1] == f"Remainder \\boxed{{{problem.answer}}}"
-                for problem, one in zip(problems, solutions))
+            sum(
+                one[-1] == f"Remainder \\boxed{{{problem.answer}}}"
+                for problem, one in zip(problems, solutions)
+            )
             / 2000
         )
         shares[name] = (sound, right)
@@ -309,9 +311,12 @@ def world(tmp_path_factory):
 def test_the_files_of_the_toy_world(world):
     rows = {path.stem: pq.read_table(path).to_pylist() for path in world.glob("*.parquet")}
     assert {name: len(some) for name, some in rows.items()} == {
-        "toy_train": 4096, "toy_test": 512, "toy_total_test": 512,
-        "fapo_critic_train": 4096, "fapo_critic_test": 512,
-    }  # fmt: skip
+        "toy_train": 4096,
+        "toy_test": 512,
+        "toy_total_test": 512,
+        "fapo_critic_train": 4096,
+        "fapo_critic_test": 512,
+    }
     for some in rows.values():
         prepare_data.validate_row(some[-1], "the last row")
 
@@ -327,8 +332,9 @@ def answered(folder, rows, function) -> dict:
     for row in rows:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         samples.append(Sample(row, ids))
-    rollout_hf(model, samples, max_response_length=112, temperature=1.0, eos_ids={1}, seed=1,
-               rollout_batch_size=512)  # fmt: skip
+    rollout_hf(
+        model, samples, max_response_length=112, temperature=1.0, eos_ids={1}, seed=1, rollout_batch_size=512
+    )
     results = []
     for row, sample in zip(rows, samples):
         text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
@@ -349,15 +355,19 @@ def test_the_shipped_models_score_as_their_card_says(world, name, file, function
     """Test at temperature 1, on half of the rows, within three standard errors."""
     means = answered(world / name, pq.read_table(world / f"{file}.parquet").to_pylist()[:256], function)
     card = (toy_world.SHIPPED / "README.md").read_text()
-    for key, line in {
-        "acc": "accuracy",
-        "oracle_flawed_positive_rate": "flawed-positive rate, according to the oracle",
-        "truly_correct": "fraction of fully correct samples",
-    }.items() if name == "policy" else {
-        "recall": "recall",
-        "sound_kept": "specificity (on sound solutions)",
-        "location": "first-error accuracy (on flawed solutions)",
-    }.items():  # fmt: skip
+    for key, line in (
+        {
+            "acc": "accuracy",
+            "oracle_flawed_positive_rate": "flawed-positive rate, according to the oracle",
+            "truly_correct": "fraction of fully correct samples",
+        }.items()
+        if name == "policy"
+        else {
+            "recall": "recall",
+            "sound_kept": "specificity (on sound solutions)",
+            "location": "first-error accuracy (on flawed solutions)",
+        }.items()
+    ):
         told = float(card.split(f"\n| {line} | ")[1].split(" ")[0])
         assert means[key] == pytest.approx(told, abs=0.12), key
 
@@ -431,6 +441,7 @@ def test_the_second_worlds_warm_start(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, of, nprocs: function(0, *of))
     shares = iter((0.1, 0.3, 0.5))
     measured = []
+
     def sound_share(model, tokenizer, examples):
         assert all(examples()[0].count(",") >= 6 for _ in range(20))
         measured.append(next(shares))

@@ -192,8 +192,14 @@ def test_two_waves_at_the_same_time_are_those_that_they_are_alone(model, tokeniz
     try:
         waves = []
         for seed, groups in together.items():
-            options = dict(model=model, max_response_length=24, temperature=1.0, eos_ids=set(), seed=seed,
-                           rollout_batch_size=64)  # fmt: skip
+            options = dict(
+                model=model,
+                max_response_length=24,
+                temperature=1.0,
+                eos_ids=set(),
+                seed=seed,
+                rollout_batch_size=64,
+            )
             waves.append(threading.Thread(target=rollouts.roll_out, args=(groups,), kwargs=options))
             waves[-1].start()
         for wave in waves:
@@ -432,8 +438,15 @@ def test_await_generate_is_not_accused_of_blocking(model, tokenizer, monkeypatch
     rollouts.decode = names["slow"]
     rollouts.start()
     try:
-        rollouts.roll_out(new_groups([[5]], 1), model=model, max_response_length=4, temperature=1.0,
-                          eos_ids={1}, seed=0, rollout_batch_size=8)  # fmt: skip
+        rollouts.roll_out(
+            new_groups([[5]], 1),
+            model=model,
+            max_response_length=4,
+            temperature=1.0,
+            eos_ids={1},
+            seed=0,
+            rollout_batch_size=8,
+        )
     finally:
         rollouts.close()
     assert "blocks all trajectories" not in capfd.readouterr().out
@@ -1085,8 +1098,11 @@ def world(tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("UNITS = '7'\n")
 
     def config(name, function="with_units", **changes):
-        settings = dict(out_dir=str(tmp_path / name), rollout_fn=f"{tmp_path}/own.py:{function}",
-                        reward_fn=f"{tmp_path}/own.py:reward")  # fmt: skip
+        settings = dict(
+            out_dir=str(tmp_path / name),
+            rollout_fn=f"{tmp_path}/own.py:{function}",
+            reward_fn=f"{tmp_path}/own.py:reward",
+        )
         return toy_config(tmp_path, **settings | changes)
 
     return config
@@ -1216,8 +1232,13 @@ SPECIAL = {
     "gemma": ["<end_of_turn>", "<bos>", "<start_of_turn>"],
     "mistral": ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
 }
-END = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>",
-       "mistral": "</s>"}  # fmt: skip
+END = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "qwen3": "<|im_end|>",
+    "gemma": "<end_of_turn>",
+    "mistral": "</s>",
+}
 CASES = [(name, role) for name in SPECIAL for role in ("user", "tool") if (name, role) != ("gemma", "tool")]
 
 
@@ -1280,8 +1301,11 @@ def test_a_reply_is_the_tail_of_the_whole_rendering(name, role):
     answer = tokenizer.encode("<think>hm</think>Ben has 65 eggs") + [end]
     content = 'It is 7, "they" say.\nReally'
     sample = replied(tokenizer, [answer, [end]], content, role)
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Ben"},
-                {"role": role, "content": content}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "Ben"},
+        {"role": role, "content": content},
+    ]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     tail = whole[whole.index("Ben") + len("Ben" + END[name]) :]
     assert sample.response_ids[: len(answer)] == answer  # reasoning stays in the history
@@ -1336,8 +1360,9 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_a_tools(ki
 
     for text in ("74", " 74", "\n74", "7</s>4"):
         left = [tokenizer.encode("65+9=?"), [end]]
-        sample = with_servers(lambda *_: said(left.pop(0)), function, tokenizer, {end},
-                              settings={"text": text})  # fmt: skip
+        sample = with_servers(
+            lambda *_: said(left.pop(0)), function, tokenizer, {end}, settings={"text": text}
+        )
         decoded = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         assert texts.pop() == "65+9=?" + text == decoded
         assert sample.response_ids.count(end) == 1 and sample.turns[1]["text"] == text
@@ -1345,8 +1370,11 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_a_tools(ki
     # A reply is the tail of the whole rendering here, too.
     answer = [*tokenizer.encode("65+9=74"), end]
     sample = replied(tokenizer, [answer, [end]], "they say 7", "user")
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "65+9=74"},
-                {"role": "user", "content": "they say 7"}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "65+9=74"},
+        {"role": "user", "content": "they say 7"},
+    ]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     observed = sample.response_ids[len(answer) : -1]
     assert whole[-len(observed) :] == observed
@@ -1512,15 +1540,21 @@ def test_a_first_reply_without_room_leaves_the_prompt_as_it_is():
     assert sample.failure == "error" and sample.prompt_ids == ids and not sample.response_ids
 
 
-LINES = ("{% for m in messages %}{{ '<start>' + m.role + ':' + m.content + '\n<end>\n' }}{% endfor %}"
-         "{% if add_generation_prompt %}{{ '<start>assistant:' }}{% endif %}")  # fmt: skip
+LINES = (
+    "{% for m in messages %}{{ '<start>' + m.role + ':' + m.content + '\n<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant:' }}{% endif %}"
+)
 # The last message ends with <|return|>, and all others with <|end|>.
-HARMONY = ("{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
-           "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
-           "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}")  # fmt: skip
+HARMONY = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
 # Messages do not end, and the next one begins with a token that also ends the policy's turn.
-GLM = ("{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
-       "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")  # fmt: skip
+GLM = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 ENDS = [
     ("chatml", "ok<|im_end|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"),
     ("chatml", "ok<|endoftext|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"),
@@ -1627,12 +1661,14 @@ def test_a_stop_text_makes_the_token_endpoint_decode(tokenizer):
     def answer(path, body):
         asked.append((path, body["token_ids"], body["sampling_params"]))
         return {
-            "choices": [{
-                "finish_reason": "stop",
-                "token_ids": [20],
-                "logprobs": {"content": [{"logprob": -0.5}]},
-            }]
-        }  # fmt: skip
+            "choices": [
+                {
+                    "finish_reason": "stop",
+                    "token_ids": [20],
+                    "logprobs": {"content": [{"logprob": -0.5}]},
+                }
+            ]
+        }
 
     async def function(trajectory):
         await trajectory.generate(stop="3", max_tokens=9)
@@ -1714,8 +1750,16 @@ def test_a_run_that_ends_waits_until_functions_have_cleaned_up(is_stopped, model
         expected = pytest.raises(RuntimeError, match="interrupted during rollouts")
     try:
         with expected:
-            rollouts.roll_out(new_groups([[5]], 6), model=model, max_response_length=9, temperature=1.0,
-                              eos_ids={1}, seed=0, rollout_batch_size=8, stop=stop)  # fmt: skip
+            rollouts.roll_out(
+                new_groups([[5]], 6),
+                model=model,
+                max_response_length=9,
+                temperature=1.0,
+                eos_ids={1},
+                seed=0,
+                rollout_batch_size=8,
+                stop=stop,
+            )
     finally:
         rollouts.close()
     assert sorted(opened) == sorted(closed) == [*range(6)]
@@ -1740,8 +1784,15 @@ def test_ctrl_c_ends_the_wait_for_cleanups(model, tokenizer, monkeypatch):
     rollouts = Rollouts(in_a_container, tokenizer, timeout=0.1)
     rollouts.start()
     try:
-        rollouts.roll_out(new_groups([[5]], 3), model=model, max_response_length=9, temperature=1.0,
-                          eos_ids={1}, seed=0, rollout_batch_size=8)  # fmt: skip
+        rollouts.roll_out(
+            new_groups([[5]], 3),
+            model=model,
+            max_response_length=9,
+            temperature=1.0,
+            eos_ids={1},
+            seed=0,
+            rollout_batch_size=8,
+        )
         with pytest.raises(KeyboardInterrupt):
             rollouts.close()
     finally:
@@ -1763,8 +1814,15 @@ def test_calls_that_hang_in_threads_leave_threads_for_all_others(model, tokenize
     rollouts.start()
     for tool, rollouts.timeout in ((never.wait, 0.3), (never.wait, 0.3), (time.time, 60)):
         groups = new_groups([[5]], 2)
-        rollouts.roll_out(groups, model=model, max_response_length=9, temperature=1.0, eos_ids=set(),
-                          seed=0, rollout_batch_size=64)  # fmt: skip
+        rollouts.roll_out(
+            groups,
+            model=model,
+            max_response_length=9,
+            temperature=1.0,
+            eos_ids=set(),
+            seed=0,
+            rollout_batch_size=64,
+        )
         failures.append([sample.failure for sample in groups[0]])
     rollouts.close()
     never.set()
@@ -1823,16 +1881,22 @@ TURNS = [("policy", "pears?"), ("tool", "7"), ("policy", "65+7=72\n\n\\boxed{2}"
 @pytest.mark.parametrize("first_wrong, prefix", [(0, 0), (1, 2), (2, 3), (3, 6)])
 def test_credit_goes_to_turns(first_wrong, prefix):
     sample, other = sample_of(-1.0, "abcdefg", first_wrong=first_wrong), sample_of(1.0)
-    sample.turns = [{"who": "policy", "text": "ab", "tokens": 2}, {"who": "tool", "text": "c", "tokens": 1},
-                    {"who": "policy", "text": "defg", "tokens": 4}]  # fmt: skip
+    sample.turns = [
+        {"who": "policy", "text": "ab", "tokens": 2},
+        {"who": "tool", "text": "c", "tokens": 1},
+        {"who": "policy", "text": "defg", "tokens": 4},
+    ]
     advantages, _ = advantages_of([sample, other], **worked("spare_good_prefix"))
     assert [value < 0 for value in advantages] == [False] * prefix + [True] * (7 - prefix)
 
 
 def test_scores_of_steps_are_those_of_turns():
     sample, other = sample_of(0.0, "abcdefg", step_scores=[1.0, 0.0, 0.0]), sample_of(0.0, step_scores=[0.0])
-    sample.turns = [{"who": "policy", "text": "ab", "tokens": 2}, {"who": "tool", "text": "c", "tokens": 1},
-                    {"who": "policy", "text": "defg", "tokens": 4}]  # fmt: skip
+    sample.turns = [
+        {"who": "policy", "text": "ab", "tokens": 2},
+        {"who": "tool", "text": "c", "tokens": 1},
+        {"who": "policy", "text": "defg", "tokens": 4},
+    ]
     advantages, _ = advantages_of([sample, other], **worked("steps"))
     assert len(set(advantages[:2])) == len(set(advantages[3:])) == 1 and advantages[0] != advantages[3]
 
@@ -1933,12 +1997,16 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
     groups = [[Sample(row, [5, 6])]]
     with server(lambda path, body: says("Wrong. \\boxed{0}")) as judge:
         policy = plays(tokenizer, "Remainder 1", "Remainder 2")
-        sample = with_servers(policy, function, tokenizer, {1}, groups=groups,
-                              addresses={"genrm": judge})  # fmt: skip
+        sample = with_servers(policy, function, tokenizer, {1}, groups=groups, addresses={"genrm": judge})
         refused = with_servers(
-            plays(tokenizer, "Remainder 1"), function, tokenizer, {1}, groups=[[Sample(row, [5, 6])]],
-            addresses={"genrm": "127.0.0.1:9"}, settings={"timeout_s": 0.1},
-        )  # fmt: skip
+            plays(tokenizer, "Remainder 1"),
+            function,
+            tokenizer,
+            {1},
+            groups=[[Sample(row, [5, 6])]],
+            addresses={"genrm": "127.0.0.1:9"},
+            settings={"timeout_s": 0.1},
+        )
     assert refused.failure == "error" and "no critique: timeout" in str(refused.result)
     assert not sample.failure
     assert [(turn["who"], turn["text"]) for turn in sample.turns] == [
@@ -1951,8 +2019,9 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
 def test_the_game_of_the_page(tmp_path, tokenizer):
     load = example("game", tmp_path)
     function, reward = load(f"{tmp_path}/game.py:guess"), load(f"{tmp_path}/game.py:reward")
-    won = with_servers(plays(tokenizer, "none", "0", "3", "2"), function, tokenizer, {1},
-                       settings={"highest": 3})  # fmt: skip
+    won = with_servers(
+        plays(tokenizer, "none", "0", "3", "2"), function, tokenizer, {1}, settings={"highest": 3}
+    )
     said_by_game = [turn["text"] for turn in won.turns if turn["who"] == "user"]
     assert said_by_game[:2] == ["Write a number.", "Higher."]
     lost = with_servers(plays(tokenizer, *7 * "0"), function, tokenizer, {1})
@@ -2075,8 +2144,13 @@ def test_a_reward_function_of_groups_compares_the_rollouts_that_have_ended(tmp_p
     """This test uses a real Ray cluster."""
     (tmp_path / "own.py").write_text(FUNCTIONS + GROUP)
     (tmp_path / "helper.py").write_text("UNITS = '7'\n")
-    config = toy_config(tmp_path, rollout_fn=f"{tmp_path}/own.py:fails_once", total_steps=1,
-                        reward_fn=f"{tmp_path}/own.py:of_a_group", samples_per_step=64)  # fmt: skip
+    config = toy_config(
+        tmp_path,
+        rollout_fn=f"{tmp_path}/own.py:fails_once",
+        total_steps=1,
+        reward_fn=f"{tmp_path}/own.py:of_a_group",
+        samples_per_step=64,
+    )
     for mode in ("standalone", "colocate"):
         config = dataclasses.replace(config, reward_mode=mode, out_dir=str(tmp_path / mode))
         grpo_trainer.train(config)
@@ -2093,9 +2167,26 @@ def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
     (tmp_path / "own.py").write_text("import time\n" + FUNCTIONS + GROUP)
     (tmp_path / "helper.py").write_text("UNITS = '7'\n")
     train_file = toy_config(tmp_path).train_file
-    command = [sys.executable, "grpo_trainer.py", "--model", "toy/models/policy", "--train-file", train_file,
-               "--rollout-fn", f"{tmp_path}/own.py:hangs", "--out-dir", f"{tmp_path}/run", "--val-every", "0",
-               "--overlong-buffer", "0", "--max-response-length", "48", "--num-threads", "1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "grpo_trainer.py",
+        "--model",
+        "toy/models/policy",
+        "--train-file",
+        train_file,
+        "--rollout-fn",
+        f"{tmp_path}/own.py:hangs",
+        "--out-dir",
+        f"{tmp_path}/run",
+        "--val-every",
+        "0",
+        "--overlong-buffer",
+        "0",
+        "--max-response-length",
+        "48",
+        "--num-threads",
+        "1",
+    ]
     root = Path(__file__).parent.parent
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
         assert "the tool hangs\n" in process.stdout

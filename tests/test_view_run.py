@@ -55,10 +55,22 @@ def line(
         "critique": "fine\n\\boxed{-1}",
     }
     info |= {"oracle_flawed_positive": False} | more.pop("info", {})
-    return {"step": step, "split": split, "group": group, "data_source": "toy", "prompt": prompt,
-            "ground_truth": "1", "reward_score": reward, "reward_extra_info": info, "status": status,
-            "seconds": 0.25, "advantage": advantage, "response_length": 21, "clipped": False,
-            "response": "\n\n".join([*solution, "Remainder \\boxed{1}"])} | more  # fmt: skip
+    return {
+        "step": step,
+        "split": split,
+        "group": group,
+        "data_source": "toy",
+        "prompt": prompt,
+        "ground_truth": "1",
+        "reward_score": reward,
+        "reward_extra_info": info,
+        "status": status,
+        "seconds": 0.25,
+        "advantage": advantage,
+        "response_length": 21,
+        "clipped": False,
+        "response": "\n\n".join([*solution, "Remainder \\boxed{1}"]),
+    } | more
 
 
 CAUGHT = dict(solution=FLAWED, reward=0.0, advantage=-1.5)
@@ -108,8 +120,16 @@ class Browser:
     """
 
     def __init__(self):
-        command = ["sh", "-c", 'exec 3<&0 4>&1 >/dev/null "$0" "$@"', CHROMIUM, "--headless", "--no-sandbox",
-                   "--disable-gpu", "--remote-debugging-pipe"]  # fmt: skip
+        command = [
+            "sh",
+            "-c",
+            'exec 3<&0 4>&1 >/dev/null "$0" "$@"',
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+        ]
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet)
         self.unread, self.last_id, self.events = b"", 0, []
@@ -301,8 +321,10 @@ def test_what_keeps_a_run_from_learning_is_on_its_page(tmp_path):
     (data,) = data_of(view_run.write_page([write_run(tmp_path / "run", [], steps)]))["runs"]
     about = {finding["name"]: finding["steps"] for finding in data["findings"]}
     assert about == {"constant-reward": [3, 4], "no-learning-signal": [3, 4]}
-    assert data["audit"] == [[1, 1 / 12, pytest.approx((11 / 12**3) ** 0.5)],
-                             [2, 3 / 22, pytest.approx((57 / 22**3) ** 0.5)]]  # fmt: skip
+    assert data["audit"] == [
+        [1, 1 / 12, pytest.approx((11 / 12**3) ** 0.5)],
+        [2, 3 / 22, pytest.approx((57 / 22**3) ** 0.5)],
+    ]
     (data,) = data_of(view_run.write_page([write_run(tmp_path / "good", [line()])]))["runs"]
     assert data["findings"] == data["audit"] == []
 
@@ -421,8 +443,9 @@ def check_filter(text, name, chosen):
 @in_browser
 def test_a_group_and_a_sample_explain_the_reward(page):
     place = dict(view="groups", run="fapo", step=1, group=0)
-    text, unjudged, searched = doms(page, place | {"sample": 1}, place | {"sample": 4},
-                                    dict(view="groups", run="fapo", q="onerror"))  # fmt: skip
+    text, unjudged, searched = doms(
+        page, place | {"sample": 1}, place | {"sample": 4}, dict(view="groups", run="fapo", q="onerror")
+    )
     group, sample = part(text, "group"), part(text, "sample")
     # of 1, 0, 1, -1: a sample without a verdict does not count
     assert PROBLEM in group and "Mean reward 0.25, standard deviation 0.957." in group
@@ -651,8 +674,14 @@ def test_settings_that_all_runs_share_are_said_once(tmp_path):
     own = dict(advantage="recipes/advantages.py:terms", advantage_kwargs='{"weights": {"acc": 1}}')
     lora = dict(own, lora_rank=8, own_flag=0.5, overlap=True)
     for name, more in {"plain": dict(overlap=False), "lora": lora}.items():
-        settings = dict(model="m", reward_fn="compute_score.py:compute_score_fapo", advantage="grpo", seed=1,
-                        kl_coef=0.1, key=name)  # fmt: skip
+        settings = dict(
+            model="m",
+            reward_fn="compute_score.py:compute_score_fapo",
+            advantage="grpo",
+            seed=1,
+            kl_coef=0.1,
+            key=name,
+        )
         (write_run(tmp_path / name, [line()]) / "config.json").write_text(json.dumps(settings | more))
     said = re.findall("<p[^>]*>(.*?)</p>", part(dom(view_run.write_page([tmp_path])), "settings"))
     assert [re.sub("<.*?>", "", text) for text in said] == [
@@ -688,9 +717,16 @@ def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp
         "reward/score": 0.2,
     }
     policy = write_run(tmp_path / "policy", [line(), line()], [{"step": 1} | metrics])
-    settings = dict(model="models/small", reward_fn="my.py:fapo", reward_kwargs='{"penalty": 0.5}',
-                    advantage="dr_grpo", lr=1e-6, train_batch_size=16, group_size=8,
-                    wandb_key="secret")  # fmt: skip
+    settings = dict(
+        model="models/small",
+        reward_fn="my.py:fapo",
+        reward_kwargs='{"penalty": 0.5}',
+        advantage="dr_grpo",
+        lr=1e-6,
+        train_batch_size=16,
+        group_size=8,
+        wandb_key="secret",
+    )
     (policy / "config.json").write_text(json.dumps(settings))
     write_run(tmp_path / "judge", [line()], [{"step": 1, "reward/acc": 0.9, "reward/exact": 0.8}])
     page = view_run.write_page([tmp_path])
@@ -708,10 +744,13 @@ def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp
         assert expected in words
     assert "secret" not in page.read_text()
     charts = re.findall(r'<figure data-key="(.*?)"><figcaption>(.*?)</figcaption>', part(text, "main-charts"))
-    assert charts == [("reward/acc", "accuracy"), ("reward/acc", "accuracy, judges in training"),
-                      ("reward/no_verdict", "samples without a verdict"),
-                      ("reward/exact", "exact, judges in training"),
-                      ("reward/politeness", "politeness")]  # fmt: skip
+    assert charts == [
+        ("reward/acc", "accuracy"),
+        ("reward/acc", "accuracy, judges in training"),
+        ("reward/no_verdict", "samples without a verdict"),
+        ("reward/exact", "exact, judges in training"),
+        ("reward/politeness", "politeness"),
+    ]
     text = part(text, "main-charts")
     assert text.count(">step</text>") == len(charts) and text.count(">share</text>") == 3
     assert "Advantage = reward − mean." in part(groups, "group")
@@ -876,8 +915,11 @@ def test_a_long_list_is_paged_and_a_wrong_answer_with_a_reward_is_found(tmp_path
 
 @in_browser
 def test_turns_are_told_apart_and_the_first_wrong_one_is_marked(tmp_path):
-    turns = [{"who": "policy", "text": "look up 2+2"}, {"who": "tool", "text": EVIL},
-             {"who": "policy", "text": "It is 5."}]  # fmt: skip
+    turns = [
+        {"who": "policy", "text": "look up 2+2"},
+        {"who": "tool", "text": EVIL},
+        {"who": "policy", "text": "It is 5."},
+    ]
     page = view_run.write_page([write_run(tmp_path / "run", [line(turns=turns, info={"first_wrong": 2})])])
     sample = part(dom(page, view="groups"), "sample")
     items = re.findall('<li class="([a-z ]*)">(.*?)</li>', sample, re.S)

@@ -7,8 +7,20 @@ import shutil
 import subprocess
 
 import pytest
-from test_view_run import (CAUGHT, EVIL, data_of, dom, doms, in_browser, line, part, played, rows_of,
-                           the_browser, write_run)  # fmt: skip
+from test_view_run import (
+    CAUGHT,
+    EVIL,
+    data_of,
+    dom,
+    doms,
+    in_browser,
+    line,
+    part,
+    played,
+    rows_of,
+    the_browser,
+    write_run,
+)
 
 from tools import view_run
 from tools.view_run import PAGE
@@ -246,12 +258,19 @@ def test_the_time_of_a_step_is_split_into_its_parts(tmp_path):
     charts = dict(re.findall('<figure data-time="(.*?)">(.*?)</figure>', text, re.S))
     readout = {name: re.search('<div class="readout">(.*)', chart)[1] for name, chart in charts.items()}
     assert words_of(readout["plain"]).split(") ") == [
-        "rollout 50 % (10 s", "waiting for rewards 10 % (2 s", "update 30 % (6 s", "other 10 % (2 s", "",
-    ]  # fmt: skip
+        "rollout 50 % (10 s",
+        "waiting for rewards 10 % (2 s",
+        "update 30 % (6 s",
+        "other 10 % (2 s",
+        "",
+    ]
     assert words_of(readout["overlap"]).split(") ") == [
-        "update 38 % (3 s", "weight sync 13 % (1 s", "waiting for overlapped rollouts 25 % (2 s",
-        "other 25 % (2 s", "",
-    ]  # fmt: skip
+        "update 38 % (3 s",
+        "weight sync 13 % (1 s",
+        "waiting for overlapped rollouts 25 % (2 s",
+        "other 25 % (2 s",
+        "",
+    ]
     assert charts["plain"].count("step 2: rollout 5 s") == 1
     assert "--run-" not in charts["plain"].split("<svg")[1]
     assert charts["plain"].count("color:var(--part-0)") == 3  # two steps and the readout
@@ -283,8 +302,15 @@ def test_a_slow_first_step_does_not_flatten_the_others_and_zeros_need_no_chart(t
 def test_a_users_terms_are_bars_and_a_game_without_a_ground_truth_is_solved_or_not(tmp_path):
     info = {"acc": False, "score": -0.75, "terms": {"win": -1.0, "style": 0.5}}
     info |= {"flawed_positive": None, "first_wrong": None, "genrm_status": "skipped"}
-    lost = line(ground_truth="", reward=-0.75, info=info, file="data/games.jsonl", row=7, seed=11,
-                extra_info={"board": "X.O"})  # fmt: skip
+    lost = line(
+        ground_truth="",
+        reward=-0.75,
+        info=info,
+        file="data/games.jsonl",
+        row=7,
+        seed=11,
+        extra_info={"board": "X.O"},
+    )
     won = line(ground_truth=None, info={"terms": [1]}, group=1)
     page = view_run.write_page([write_run(tmp_path / "run", [lost, won])])
     first, second = doms(page, dict(view="groups", group=0), dict(view="groups", group=1))
@@ -364,8 +390,11 @@ def test_the_critique_stands_at_the_step_that_it_flags(tmp_path):
 @in_browser
 @pytest.mark.slow
 def test_the_advantage_of_each_token_is_a_line_of_colours(tmp_path):
-    turns = [{"who": "policy", "text": "2+2?", "tokens": 3}, {"who": "tool", "text": "4", "tokens": 1},
-             {"who": "policy", "text": "It is 5.", "tokens": 4}]  # fmt: skip
+    turns = [
+        {"who": "policy", "text": "2+2?", "tokens": 3},
+        {"who": "tool", "text": "4", "tokens": 1},
+        {"who": "policy", "text": "It is 5.", "tokens": 4},
+    ]
     several = line(turns=turns, response_length=8, token_advantages=[[6, 0.5], [2, -1.5]])
     run = write_run(tmp_path / "run", [several, line(response_length=8), line(advantage=None)])
     page = view_run.write_page([run])
@@ -474,13 +503,22 @@ def test_texts_and_lines_have_the_contrast_of_wcag_aa(theme):
 # Colours as seen by people without one type of cone (Machado, Oliveira and Fernandes, 2009).
 VISIONS = {
     "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                   [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                     [-0.01182, 0.04294, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                   [0.004733, 0.691367, 0.3039]],
-}  # fmt: skip
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.01182, 0.04294, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.3039],
+    ],
+}
 TO_CONES = [[0.41222, 0.53633, 0.05145], [0.2119, 0.6807, 0.1074], [0.0883, 0.28172, 0.62998]]
 TO_LAB = [[0.21045, 0.79362, -0.00407], [1.978, -2.42859, 0.45059], [0.0259, 0.78277, -0.80868]]
 
@@ -549,8 +587,11 @@ def test_every_view_of_a_run_that_has_written_nothing_yet_is_drawn(tmp_path):
     views = ["groups", "samples", "changed", "about", "curves"]
     failures, found = played(page, plays.replace("VIEWS", json.dumps(views)))
     assert failures == [] and found == "0 samples, page 1 of 1"
-    said = {"groups": "No sample matches", "changed": "No run has been evaluated yet.",
-            "about": "No config.json was found."}  # fmt: skip
+    said = {
+        "groups": "No sample matches",
+        "changed": "No run has been evaluated yet.",
+        "about": "No config.json was found.",
+    }
     for text, seen in zip(said.values(), doms(page, *[{"view": view} for view in said]), strict=True):
         assert text in re.sub("<script.*?</script>", "", seen, flags=re.S)
 

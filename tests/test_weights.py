@@ -142,7 +142,8 @@ def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path):
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             kind = ray.remote(WeightFolder).options(
-                num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=there)  # fmt: skip
+                num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=there
+            )
             folders[node] = kind.remote(str(tmp_path / node), {})
         sent = tensors(torch.float32)
         assert send(sent.items(), folders) == set()

@@ -50,7 +50,8 @@ class Config:
     router_address: str  # Address host:port of the judge (a router or an OpenAI-compatible server).
     # Output file for the rows with their critiques. OUT.jsonl receives each critique immediately.
     out: Path = Path("critiques.parquet")
-    model: Annotated[str | None, IN_WORDS] = None  # Model name in requests. Default: the model that the server lists.
+    # Model name in requests. Default: the model that the server lists.
+    model: Annotated[str | None, IN_WORDS] = None
     n: int = 8  # Number of critiques per row. The most frequent verdict is the prediction.
     temperature: float = 0.6  # Sampling temperature (paper table 1).
     top_p: float = 0.95  # Nucleus sampling (paper table 1).
@@ -60,7 +61,8 @@ class Config:
     chat_kwargs: str = "{}"
     concurrency: int = 256  # Maximum number of concurrent requests.
     timeout_s: float = 3600.0  # Time limit for one critique with all attempts and queueing, in seconds.
-    limit: Annotated[int | None, IN_WORDS] = None  # Number of rows to use, from the start of the file. Default: all rows.
+    # Number of rows to use, from the start of the file. Default: all rows.
+    limit: Annotated[int | None, IN_WORDS] = None
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""

@@ -29,7 +29,8 @@ class Config:
     # Checkpoint with LoRA adapters, such as outputs/run/checkpoints/step_60.
     checkpoint: tyro.conf.Positional[Path]
     out: tyro.conf.Positional[Path]  # Output directory of the merged model.
-    model: Annotated[str, IN_WORDS] = ""  # Base model, a folder or a Hub name. Default: the one that the checkpoint names.
+    # Base model, a folder or a Hub name. Default: the one that the checkpoint names.
+    model: Annotated[str, IN_WORDS] = ""
     # New max_position_embeddings, as in --max-positions of the run. 0: the value of the base model.
     max_positions: int = 0
     trust_remote_code: bool = False  # Allow running Python code that comes with the base model.
@@ -41,13 +42,17 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     Raises ValueError if `checkpoint` has no adapters, or if `out` is one of the two inputs.
     """
     if not (checkpoint / "adapter_config.json").is_file():
-        raise ValueError(f"{checkpoint}: contains no adapters (adapter_config.json); pass a checkpoint of a "
-                         "run with --lora-rank, because other checkpoints are complete models")  # fmt: skip
+        raise ValueError(
+            f"{checkpoint}: contains no adapters (adapter_config.json); pass a checkpoint of a "
+            "run with --lora-rank, because other checkpoints are complete models"
+        )
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
     base = model or settings["base_model_name_or_path"]
     if out.resolve() == Path(base).resolve() or (out / "adapter_config.json").exists():
-        raise ValueError(f"{out}: is the base model or a checkpoint with adapters, which merging would "
-                         "overwrite; pass another directory")  # fmt: skip
+        raise ValueError(
+            f"{out}: is the base model or a checkpoint with adapters, which merging would "
+            "overwrite; pass another directory"
+        )
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
     from transformers import AutoConfig

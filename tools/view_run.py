@@ -99,8 +99,11 @@ def read_new(path: Path) -> tuple[list[dict], int]:
 
 def findings_of(folder: Path, metrics: list[dict], samples: list[dict]) -> list[Finding]:
     """Return the findings of a run. Only steps that are new since the last call are diagnosed."""
-    steps = [(line["step"], line["reward/mean"], line.get("time/step")) for line in metrics
-             if "reward/mean" in line]  # fmt: skip
+    steps = [
+        (line["step"], line["reward/mean"], line.get("time/step"))
+        for line in metrics
+        if "reward/mean" in line
+    ]
     known, before = DIAGNOSED.get(folder, ([], {}))
     if steps[: len(known)] != known:  # The run has resumed and repeated steps.
         known, before = [], {}

@@ -117,13 +117,31 @@ def critic_row(problem: Problem, turns: list[dict], split: str, index: int) -> d
 
 
 async def compute_score_fapo(
-    data_source, solution_str, ground_truth, extra_info, reward_router_address, turns, *, penalty=1.0,
-    call_cost=0.0, keep_critique=False) -> dict:  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    reward_router_address,
+    turns,
+    *,
+    penalty=1.0,
+    call_cost=0.0,
+    keep_critique=False,
+) -> dict:
     """Return FAPO's score with a served judge, minus the look-ups' cost. The oracle only adds metrics."""
     result = await scores.compute_score_fapo(
-        data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=turns,
-        penalty=penalty, keep_critique=keep_critique, prompt_style="brief", genrm_temperature=0.0,
-        genrm_max_tokens=MAX_TOKENS)  # fmt: skip
+        data_source,
+        solution_str,
+        ground_truth,
+        extra_info,
+        reward_router_address,
+        turns=turns,
+        penalty=penalty,
+        keep_critique=keep_critique,
+        prompt_style="brief",
+        genrm_temperature=0.0,
+        genrm_max_tokens=MAX_TOKENS,
+    )
     seen = shop_world.compute_score_outcome(data_source, solution_str, ground_truth, extra_info, turns)
     if result["score"] is not None:
         result["score"] -= call_cost * seen["calls"]

@@ -135,8 +135,8 @@ def kind_of_flaw(line: str, sound: str) -> str:
 
 
 def compute_score_fapo_oracle(
-    data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0,
-    call_cost=0.0) -> dict:  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0, call_cost=0.0
+) -> dict:
     """Return FAPO's score with the oracle as the judge.
 
     A wrong answer scores -1. A correct answer scores 1 if it is grounded, and 1 - penalty otherwise. Each
@@ -162,7 +162,8 @@ def compute_score_fapo_oracle(
 
 
 def compute_score_outcome(
-    data_source, solution_str, ground_truth, extra_info, turns, *, call_cost=0.0) -> dict:  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, turns, *, call_cost=0.0
+) -> dict:
     """Return the outcome reward minus the cost of the look-ups. The oracle only adds metrics."""
     return compute_score_fapo_oracle(
         data_source, solution_str, ground_truth, extra_info, turns, penalty=0.0, call_cost=call_cost
@@ -170,8 +171,8 @@ def compute_score_outcome(
 
 
 def compute_score_grounded_rule(
-    data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0,
-    call_cost=0.0) -> dict:  # fmt: skip
+    data_source, solution_str, ground_truth, extra_info, turns, *, penalty=1.0, call_cost=0.0
+) -> dict:
     """Return FAPO's score with a rule instead of a judge: the operands must be the tool's answers, in order.
 
     The rule sees no prices and does not add, so wrong sums pass. The oracle only adds metrics.

@@ -142,9 +142,17 @@ def follow(runs: dict, work: Path):
 def fapo(config: Config, work: Path):
     """Train with the served judge and with the outcome reward, as `make demo` does, but side by side."""
     on_gpu = config.device == "cuda"
-    judge = genrm_server.ModelServers(genrm_server.Config(
-        model=str(config.judge), port=0, device=config.device, gpu_share=0.15, max_model_len=512,
-        log_dir=work / "judge_logs", vllm_args=ROOM if on_gpu else ()))  # fmt: skip
+    judge = genrm_server.ModelServers(
+        genrm_server.Config(
+            model=str(config.judge),
+            port=0,
+            device=config.device,
+            gpu_share=0.15,
+            max_model_len=512,
+            log_dir=work / "judge_logs",
+            vllm_args=ROOM if on_gpu else (),
+        )
+    )
     flags, port = ["--total-steps", str(config.steps or 60)], judge.router_address.rpartition(":")[2]
     commands = {}
     for name, reward in {"fapo": "JUDGE", "baseline": "RULE"}.items():
@@ -173,9 +181,16 @@ def update(config: Config, work: Path, way: str, size: str, length: int, count: 
             switch = patch.object(importlib.import_module(module), variable, settings.pop(name))
             switched.enter_context(switch)
         settings = grpo_trainer.Config(
-            model=str(work / size), train_file="", out_dir="", rollout="vllm", device=config.device,
-            max_prompt_length=64, max_response_length=length, max_tokens_per_micro_batch=config.tokens,
-            **settings)  # fmt: skip
+            model=str(work / size),
+            train_file="",
+            out_dir="",
+            rollout="vllm",
+            device=config.device,
+            max_prompt_length=64,
+            max_response_length=length,
+            max_tokens_per_micro_batch=config.tokens,
+            **settings,
+        )
         memory = plan_run.estimate_memory(settings, config.device)
         if settings.policy_offload:  # a single FSDP2 rank in this process
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -276,9 +291,16 @@ def run_trl(folder: str, steps: str, length: str, device: str) -> None:
     if device == "cuda":
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", WORLD_SIZE="1")  # for vLLM in TRL
         job["options"] |= dict(
-            use_cpu=False, bf16=True, use_liger_kernel=True, use_vllm=True, vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.3, vllm_max_model_length=1024,
-            per_device_train_batch_size=16, gradient_accumulation_steps=4)  # fmt: skip
+            use_cpu=False,
+            bf16=True,
+            use_liger_kernel=True,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.3,
+            vllm_max_model_length=1024,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=4,
+        )
     prompts = pq.read_table(work / "train.parquet")["prompt"].to_pylist()
     rows = {"prompt": (prompts * job["steps"])[: 8 * job["steps"]]}
     new_trainer(job, reward, rows, Clock()).train()

@@ -18,9 +18,12 @@ ASKED = turns_of(*shop_world.write_solution(PROBLEM))
 STATED = turns_of(*shop_world.write_solution(PROBLEM, looks_up=False))
 FORGED = turns_of(("policy", "".join(turn["text"] for turn in ASKED)))
 IGNORED = turns_of(
-    ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+9=74\n\nnuts?"), ("tool", "5"),
+    ("policy", "pears?"),
+    ("tool", "7"),
+    ("policy", "\n\n65+9=74\n\nnuts?"),
+    ("tool", "5"),
     ("policy", "\n\n74-5=69\n\nMore \\boxed{yes}"),
-)  # fmt: skip
+)
 ONCE = turns_of(
     ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+7=72\n\nnuts=7\n\n72-7=65\n\nMore \\boxed{yes}")
 )

@@ -34,13 +34,21 @@ def test_more_and_more_of_the_accepted_answers_are_flawed():
 
 def test_forty_second_opinions_are_enough():
     asked = []
-    shares = [missed_by_judge(samples, lambda *one: asked.append(one) or oracle(*one), n=40)
-              for samples in (EARLY, LATE)]  # fmt: skip
+    shares = [
+        missed_by_judge(samples, lambda *one: asked.append(one) or oracle(*one), n=40)
+        for samples in (EARLY, LATE)
+    ]
     assert len(asked) == 80 and shares[0] < 0.45 and shares[1] > 0.55
 
 
 def test_a_perfect_judge_raises_no_alarm():
     """This test passes before and after the exercise."""
-    seen = [sample | {"reward_extra_info": sample["reward_extra_info"] | {
-        "flawed_positive": oracle(sample["prompt"], sample["response"])}} for sample in LATE]  # fmt: skip
+    seen = [
+        sample
+        | {
+            "reward_extra_info": sample["reward_extra_info"]
+            | {"flawed_positive": oracle(sample["prompt"], sample["response"])}
+        }
+        for sample in LATE
+    ]
     assert missed_by_judge(seen, oracle) == 0.0

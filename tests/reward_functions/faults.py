@@ -129,7 +129,7 @@ def leave(response):
     if response == "child writes":
         for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):
-                os.write(fd, b"0 [[[99.0, {}, \"ok\"]], false]\n")
+                os.write(fd, b'0 [[[99.0, {}, "ok"]], false]\n')
 
 
 def names_columns(data_source, solution_str, ground_truth, extra_info, prompt, response_length=None):
@@ -143,9 +143,18 @@ def has_settings(
 
 
 def has_types(
-    data_source, solution_str, ground_truth, extra_info, weight: float = 1.0, count: int = 1,
-    marks: dict = None, names: collections.abc.Sequence = (), limit=5, strict=True, free=None,
-):  # fmt: skip
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info,
+    weight: float = 1.0,
+    count: int = 1,
+    marks: dict = None,
+    names: collections.abc.Sequence = (),
+    limit=5,
+    strict=True,
+    free=None,
+):
     return 1.0
 
 
