@@ -42,6 +42,7 @@ def in_bf16(device):
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_update_in_bf16_beside_float32(work, monkeypatch):
     monkeypatch.setattr(policy, "check_logprobs", lambda *_: None)  # on a CPU, the bound is that of float32
     monkeypatch.setattr(causal_lm, "precision", in_bf16)
@@ -50,6 +51,7 @@ def test_the_update_in_bf16_beside_float32(work, monkeypatch):
     assert " 0.0000 nats" not in rows[0][2] and "cosine 1.00000" != rows[3][2]  # the two differ
 
 
+@pytest.mark.slow
 def test_an_update_in_another_precision_than_it_says_fails(work, monkeypatch):
     """A check must detect a model that computes something else in bf16."""
     right = causal_lm.logits_of

@@ -112,6 +112,7 @@ def start(where, *command, **more):
 IN_FOLDERS = [*ROOT.glob("tools/[a-z]*.py"), ROOT / "toy/report.py", ROOT / "toy/warm_start.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", IN_FOLDERS, ids=lambda path: path.stem)
 def test_a_script_in_a_folder_starts_in_both_ways_and_shows_the_documented_one(path, tmp_path):
     name = f"{path.parent.name}.{path.stem}"

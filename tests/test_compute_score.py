@@ -1850,6 +1850,7 @@ told(children=found)
     assert told["children"] == expected and len(first + second + third) == 3
 
 
+@pytest.mark.slow
 def test_the_time_limit_of_an_answer_counts_its_cpu_time(grading):
     """An easy answer has its time on a busy machine, too. What only waits has a limit of its own."""
     told = grading("""

@@ -685,6 +685,7 @@ def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
         until(lambda: servers.slots[1].joined)
 
 
+@pytest.mark.slow
 def test_the_servers_have_a_key_that_nobody_sees(stand_in):
     with running(settings(stand_in)) as servers:
         key = servers.config.server_key
@@ -997,6 +998,7 @@ def read_addresses(process):
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(stand_in, number):
     process = start_command(stand_in, "--num-servers", "2", "--", "--max-num-seqs", "9")
@@ -1053,6 +1055,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_program_keeps_no_server_alive(stand_in):
     program = subprocess.Popen(
         [sys.executable, "-c", FORKS, str(stand_in)],
@@ -1087,6 +1090,7 @@ def test_two_services_of_one_folder_have_two_folders_of_logs(stand_in):
     assert folders == [Path("outputs/genrm_logs").absolute() / port for port in ("30000", "30001")]
 
 
+@pytest.mark.slow
 def test_under_nohup_it_outlives_its_terminal(stand_in):
     process = start_command(stand_in, before=("nohup",))
     try:

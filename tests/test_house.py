@@ -94,6 +94,7 @@ sys.exit(eval(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["3", "None", "'a text'", "1 / 0"])
 def test_a_script_that_the_tests_fork_is_like_one_that_python_starts(tmp_path, end):
     script = tmp_path / "script.py"

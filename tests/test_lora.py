@@ -80,6 +80,7 @@ def test_a_layers_weight_is_its_own_plus_alpha_by_rank_times_b_a(model):
     assert torch.allclose(dict(policy.weights())[f"{layer}.weight"], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_model_without_adapters(model):
     """The update equals one with a separate reference model, although no second model is kept."""
     policies = [with_sgd(policy_of(model, lora_rank=4, kl_coef=0.5)) for _ in range(2)]
@@ -97,6 +98,7 @@ def test_the_reference_is_the_model_without_adapters(model):
         assert torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_shared_prompts_and_checkpointing_give_the_same_update(model, monkeypatch):
     found = []
     samples = a_step(model, length=3)
@@ -112,6 +114,7 @@ def test_shared_prompts_and_checkpointing_give_the_same_update(model, monkeypatc
         assert all(torch.allclose(weights[name], found[0][1][name], atol=1e-6) for name in weights)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, tmp_path):
     """The merged folder contains the weights that the servers had, and a policy resumes seamlessly from a
     checkpoint.
@@ -157,6 +160,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
 PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_learn_with_adapters_or_their_experts_are_named(tmp_path, name):
     family_model = of_family(name, **FAMILIES[name])

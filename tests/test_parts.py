@@ -264,6 +264,7 @@ def test_prepare_data_with_compute_score(alone):
     assert "1 rows from gsm8k_test.jsonl" in said and (folder / "data/gsm8k_test.parquet").is_file()
 
 
+@pytest.mark.slow
 def test_metrics_alone(alone):
     alone("run_folder.py")
     code = """
@@ -318,6 +319,7 @@ with one_line_errors():
     assert "How many steps to take." in run("mine.py", "--help")
 
 
+@pytest.mark.slow
 def test_run_folder_alone(alone):
     folder = alone("run_folder.py")
     code = """

@@ -108,6 +108,7 @@ async def until(condition):
     raise AssertionError("the condition did not become true in time")
 
 
+@pytest.mark.slow
 def test_a_step_is_rolled_out_during_the_update_and_weights_change_between_responses(settings, tmp_path):
     async def generate(scene, step):
         if step > 2:  # the prefetch ends after the previous update
@@ -150,6 +151,7 @@ class JudgedLate(PlayedRewards):
         return future
 
 
+@pytest.mark.slow
 def test_a_step_counts_its_own_prompts_though_the_next_ones_are_drawn_before_its_verdicts(settings, tmp_path):
     """Otherwise, a resumed run would continue with different prompts."""
     rewards = JudgedLate()
@@ -176,6 +178,7 @@ def test_without_overlap_nothing_does(settings, tmp_path):
     assert scene.trainer.prefetched is None
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_servers_and_the_newest_weights_to_itself(settings, tmp_path):
     """This also holds if prefetched rollouts end some time after the update."""
 
@@ -205,6 +208,7 @@ def with_evaluation(settings, folder, **changes):
     return trainer_of(settings, folder, val_file=(str(folder / "val.parquet"),), overlap=False, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total", [4, 5])
 def test_an_evaluation_whose_line_was_lost_is_done_again(settings, tmp_path, total):
     """A power cut removed the last lines of metrics.jsonl, but the checkpoint of step 4 is complete."""
@@ -217,6 +221,7 @@ def test_an_evaluation_whose_line_was_lost_is_done_again(settings, tmp_path, tot
     assert evaluated == sorted({0, 2, 4, total})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total, steps", [(3, [2, 3]), (0, [0])])
 def test_the_evaluation_before_training_can_be_left_out(settings, tmp_path, total, steps):
     """An evaluation that is the whole run (--total-steps 0) cannot."""
@@ -271,6 +276,7 @@ class ByRow(PlayedRewards):
         return [1.0, 0.0, float(self.calls % 2)][sample["extra_info"]["index"] % 3]
 
 
+@pytest.mark.slow
 def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settings, tmp_path):
     """Refills are drawn before the next step. A resumed run continues with the next prompt."""
     options = dict(dynamic_sampling=True, max_refills=20, train_batch_size=4)
@@ -417,6 +423,7 @@ def of_two_paragraphs(settings, folder, **changes):
     return trainer
 
 
+@pytest.mark.slow
 def test_a_group_whose_last_tokens_alone_learn_nothing_teaches(settings, tmp_path):
     """Paragraphs after the last score learn from the outcome, which is the same for all samples.
 
@@ -452,6 +459,7 @@ class NeverSays(PlayedRewards):
         return super().submit(sample) if sample["step"] < 3 else concurrent.futures.Future()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in the update", "while waiting for verdicts"])
 def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settings, tmp_path, moment, caplog):
     async def generate(scene, step):
@@ -481,6 +489,7 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
+@pytest.mark.slow
 def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_path):
     """The ranks die in the update of step 4, while step 5 is rolled out.
 
@@ -516,6 +525,7 @@ def test_where_ranks_are_lost_the_batch_in_flight_is_drawn_again(settings, tmp_p
         }
 
 
+@pytest.mark.slow
 def test_an_error_in_the_update_leaves_the_rollouts_behind(settings, tmp_path):
     async def generate(scene, step):
         if step == 3:

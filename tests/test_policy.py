@@ -513,6 +513,7 @@ def of_family(name, **config):
     return family_model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradient_checkpointing(name):
     """Compare log-probabilities with model(...).logits, and responses sampled in this process with both.
@@ -562,6 +563,7 @@ def test_servers_get_the_names_and_the_numbers_of_the_models_files(tmp_path, nam
     assert load_file(tmp_path / "saved/model.safetensors").keys() == own.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
 def test_a_cap_in_the_attention_is_computed(name):
     """Most attention implementations silently ignore the cap, whereas vLLM and eager attention apply it."""

@@ -57,6 +57,7 @@ def start(local_ray):
         manager.shutdown()
 
 
+@pytest.mark.slow
 def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch):
     """Other tests pass a number, or have one node, on which two workers start."""
     import ray
@@ -354,6 +355,7 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(shared):
     assert manager.score_batch([sample("one")])[0]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_what_python_cannot_read_back_costs_its_own_sample(start):
     """A function may lift Python's limits in its process, but they still apply in the driver."""
     responses = ["one", "digits", "one", "depth", "one"]
@@ -363,6 +365,7 @@ def test_what_python_cannot_read_back_costs_its_own_sample(start):
     assert "cannot be parsed: RecursionError" in results[3]["reward_extra_info"]["error"]
 
 
+@pytest.mark.slow
 def test_a_function_gets_the_columns_that_it_names(shared):
     manager = shared("names_columns")
     rows = [sample("x", response_length=7), sample("x")]
@@ -387,6 +390,7 @@ def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start):
     assert sorted(finished) == list(range(len(responses))) and set(finished[-2:]) == {50, 101}
 
 
+@pytest.mark.slow
 def test_processes_for_a_sync_function(start, tmp_path):
     """By default, there is one per core, or four if there is a judge to wait for."""
     cases = {2: {}, 8: {"router_address": ("h:1",)}, 3: {"sync_processes": 3}}
@@ -409,6 +413,7 @@ def test_processes_for_a_sync_function(start, tmp_path):
     assert {future.result(60)["status"] for future in futures} == {"ok"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["has_a_loop_of_its_own", "looks_sync"])
 def test_sync_functions_and_event_loops(start, function):
     results = start(f"{FAULTS}:{function}").score_batch([sample("x")] * 3)
@@ -440,6 +445,7 @@ def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
     assert "s3cret" not in repr(manager.job) + repr(manager.options)
 
 
+@pytest.mark.slow
 def test_sync_function_that_ends_its_process(shared):
     manager = shared("sync_fault")
     responses = ["one"] * 30 + ["os_exit"] + ["one"] * 30 + ["os_exit"]
@@ -460,6 +466,7 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
     ] * 2  # one per worker
 
 
+@pytest.mark.slow
 def test_async_function_that_ends_its_worker(shared):
     """The worker dies twice with the sample.
 
@@ -472,6 +479,7 @@ def test_async_function_that_ends_its_worker(shared):
     assert "died or hung 6 times" in results[30]["reward_extra_info"]["error"]
 
 
+@pytest.mark.slow
 def test_sys_exit_in_a_task_costs_its_own_sample(shared):
     """After a SystemExit in a task, the event loop would raise it again for the next sample."""
     texts = ["one"] * 9 + ["exit_in_a_task"] + ["one"] * 9
@@ -492,6 +500,7 @@ def test_each_sample_has_its_own_extra_info(start):
     assert shared == {"list": ["a"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["takes_step", "async_takes_step", "takes_anything"])
 def test_step_and_seconds(start, function):
     """Functions that name `step` get it as an argument, and it is in extra_info.
@@ -583,6 +592,7 @@ def test_what_a_function_of_groups_is_given(start):
         manager.submit_group([rows[0], sample("a")])
 
 
+@pytest.mark.slow
 def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
     async def busy_at_first(request):
         status = 429 if len(server.requests) == 1 else 200
@@ -670,6 +680,7 @@ def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_goin
     asyncio.run(end())
 
 
+@pytest.mark.slow
 def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(start):
     manager = start(f"{FAULTS}:async_fault")
 
@@ -691,6 +702,7 @@ def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(sta
         manager.score_batch([sample("one")])
 
 
+@pytest.mark.slow
 def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
     class Models:
         router_addresses = {"genrm": serve(critic).address}
@@ -840,6 +852,7 @@ def test_wrong_settings_are_told_at_start(local_ray, options, message):
 CHILDREN = ["child returns", "child raises", "child exits", "child ends"]
 
 
+@pytest.mark.slow
 def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
     """A forked child that returns from the function would answer for the next sample, and for all samples
     after it.
@@ -855,6 +868,7 @@ def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
             assert result["reward_score"] == float(index)
 
 
+@pytest.mark.slow
 def test_an_async_function_that_forks_gives_no_other_sample_a_score(shared):
     responses = [*CHILDREN, ""] * 4
     samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
@@ -907,6 +921,7 @@ LATER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "async "])
 def test_a_file_that_a_call_imports_after_an_edit_scores_nothing(start, tmp_path, kind):
     (tmp_path / "rules_of_later.py").write_text("WEIGHT = 1.0\n")
@@ -950,6 +965,7 @@ from toy import mine
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "async "])
 def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
     import run_folder
@@ -1122,6 +1138,7 @@ def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tm
     assert shared("sync_fault").max_in_flight == 2048
 
 
+@pytest.mark.slow
 def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     """Otherwise, another model that the address serves later could judge the rest of the run."""
     names, card = ["judge"], {"max_model_len": 4096}
@@ -1201,6 +1218,7 @@ async def ask(
 """
 
 
+@pytest.mark.slow
 def test_several_reward_models_by_name(start, serve, tmp_path):
     async def first(request):
         return web.Response(text="first")
@@ -1252,6 +1270,7 @@ def test_requests_per_minute_are_evenly_paced_over_all_workers(start, serve, tmp
     assert all(moment - begun > 0.1 * number - 0.01 for number, moment in enumerate(times))
 
 
+@pytest.mark.slow
 def test_http_errors_are_retried_where_it_helps_and_only_so_often(start, serve, tmp_path):
     seen = collections.Counter()
 
@@ -1308,6 +1327,7 @@ def test_workers_and_grading_processes_are_killed_mid_batch(start, tmp_path):
         manager.shutdown()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_running(start, tmp_path):
     """Grading processes end with their worker, even if they block and even if the worker is killed."""
     manager = start(f"{FAULTS}:with_marks", reward_kwargs={"folder": str(tmp_path)})

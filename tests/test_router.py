@@ -646,6 +646,7 @@ class Engine(Upstream):
         await super().__aexit__(*exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 4])
 @in_a_loop
 async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer(servers, monkeypatch):
@@ -844,6 +845,7 @@ async def test_clients_that_disconnect_expel_no_server_that_works(reason):
         assert it.worker(one).healthy and it.worker(one).failures == 0
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_connect_timeout_asks_another_server_and_gives_503_when_there_is_none(monkeypatch):
     full = socket.socket()
@@ -928,6 +930,7 @@ async def test_servers_that_refuse_use_up_no_attempt():
         assert (await it.ask("POST", "/", data=b"x"))[:2] == (200, ups[5].url.encode())
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_what_a_hung_server_was_asked_goes_elsewhere_when_its_health_expels_it():
     settings = dict(health_interval=0.05, health_timeout=1.0)
@@ -981,6 +984,7 @@ async def test_a_machine_that_vanished_while_no_other_is_left_shows_by_its_conne
         asked.cancel()
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_a_request_whose_time_ends_as_its_server_is_expelled_ends_no_watch():
     """In a busy router, both may be due in the same round of the event loop."""
@@ -1563,6 +1567,7 @@ async def started(*arguments, before=(), **options):
             await process.wait()
 
 
+@pytest.mark.slow
 def test_bad_arguments_give_one_clear_line_and_exit_code_2():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -1719,6 +1724,7 @@ async def test_a_router_without_ports_or_memory_expels_no_server_and_loses_no_re
             task.cancel()
 
 
+@pytest.mark.slow
 @in_a_loop
 async def test_a_router_goes_on_when_nobody_reads_what_it_says():
     async with (

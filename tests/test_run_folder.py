@@ -733,6 +733,7 @@ STEP = """
 """
 
 
+@pytest.mark.slow
 def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path):
     rounds = [(str(tmp_path / number.name), "SIG_DFL") for number in (signal.SIGINT, signal.SIGTERM)]
     reading, writing = os.pipe()

@@ -37,6 +37,7 @@ def command_line(*arguments, **options):
     return forked.run([ROOT / "score_file.py", *arguments], timeout=400, **options)
 
 
+@pytest.mark.slow
 def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     good = write_jsonl(tmp_path / "good.jsonl", [sample("one")] * 2)
     row = {"data_source": "x", "reward_model": {"ground_truth": "1"}}
@@ -243,6 +244,7 @@ def overwrite(folder):
     (folder / "model.safetensors").write_text("another judge")
 
 
+@pytest.mark.slow
 def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_folder, monkeypatch):
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
     partial = tmp_path / "scored.jsonl.partial.jsonl"
@@ -302,6 +304,7 @@ def test_what_is_known_of_the_models_behind_an_address(judge_folder):
         assert reward_loop.served_models(addresses, "a") == a != b
 
 
+@pytest.mark.slow
 def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path):
     prompts = [[{"role": "user", "content": text}] for text in "xyzx" * 2]
     rows = [sample(text, prompt=prompt) for text, prompt in zip(["a", "raise", "none", "b"] * 2, prompts)]
@@ -342,6 +345,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
         score_file.run(config)
 
 
+@pytest.mark.slow
 def test_rows_without_some_columns_become_parquet(tmp_path):
     rows = [sample("one"), sample("none", extra="x")]
     data = tmp_path / "responses.parquet"

@@ -30,6 +30,7 @@ def lines_of(capfd):
     return [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_speed_measures_each_way_and_continues_after_one_that_fails(tmp_path, monkeypatch, capfd):
     """The same samples and weights give the same gradient with and without recomputed activations."""
     monkeypatch.setitem(stages.WAYS, "unknown", dict(no_such_setting=1))

@@ -268,6 +268,7 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_in_whole_groups_evenly_and_says_so(tmp_path):
     """200 steps of 8 samples with 8,000 characters take 13 MB."""
     samples = [line(step=step, response="7" * 8000) for step in range(1, 201) for _ in range(8)]
