@@ -709,7 +709,7 @@ class VllmServer(Process):
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            # An engine in the API server's process starts 8 s sooner than in a separate process.
+            # The model then runs in the engine's process, not in a third one, which starts 8 s sooner.
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             cores = cores_of_server(config, part, parts)  # one list per process
             all_cores = [core for one in cores for core in one]
