@@ -190,6 +190,19 @@ ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
 # ---- 4. advantages -> samples
 
 
+def lose_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
+    """Take the verdict of each sample whose advantage or reward is not a number. Return whether any lost it."""
+    # The loss is computed in float32, where a large number may become infinite.
+    has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
+    has_number_B &= ~results.rewards_P_G.isnan().flatten()
+    has_lost_verdict = False
+    for sample, has_number in zip(results.samples, has_number_B.tolist()):
+        if sample.result["reward_score"] is not None and not has_number:
+            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+            has_lost_verdict = True
+    return has_lost_verdict
+
+
 def set_advantages(
     groups: list[list], options, decode, drop_zero_advantages=False, require_keys=False
 ) -> list[list]:
@@ -208,18 +221,12 @@ def set_advantages(
     Raises:
         RuntimeError: require_keys is set, and one of these keys occurs in no result.
     """
+    function = advantage_function(options)
     results = Groups(groups, decode, require_keys)
-    advantages = advantage_function(options)(results)
-    # The loss is computed in float32, where a large number may become infinite.
-    has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
-    has_number_B &= ~results.rewards_P_G.isnan().flatten()
-    has_lost_verdict = False
-    for sample, has_number in zip(results.samples, has_number_B.tolist()):
-        if sample.result["reward_score"] is not None and not has_number:
-            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
-            has_lost_verdict = True
-    if has_lost_verdict:
-        return set_advantages(groups, options, decode, drop_zero_advantages)
+    advantages = function(results)
+    while lose_verdicts(results, advantages):
+        results = Groups(groups, decode)
+        advantages = function(results)
 
     has_signal_P = [True] * len(groups)
     if drop_zero_advantages:
