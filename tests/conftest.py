@@ -7,8 +7,8 @@ import sys
 import pytest
 
 # The files that take more than a minute, the longest first.
-LONGEST = """grpo_trainer reward_loop changes genrm_server policy_group trajectory cluster rollout stages placement
-    score_file end_to_end toy_world diagnose""".split()
+LONGEST = """grpo_trainer reward_loop changes genrm_server policy_group trajectory cluster rollout stages
+    placement score_file end_to_end toy_world diagnose""".split()
 
 # Tiny models are fastest on one thread, which also leaves the other cores free.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""Which files import which: the top level does not depend on the folders below it."""
+"""Which files import which, and the layout of the code. The top level does not depend on the folders."""
 
 import ast
 import importlib
@@ -20,6 +20,16 @@ IN_FOLDERS = [
 ]
 SCRIPTS = [*TOP_SCRIPTS, *IN_FOLDERS, "recipes/gym_tasks.py"]
 TOP = [ROOT / script for script in TOP_SCRIPTS]
+
+
+@pytest.mark.parametrize("command", ["check", "format --diff"])
+def test_the_layout_is_ruffs(command):
+    done = subprocess.run(
+        [Path(sys.executable).with_name("ruff"), *command.split(), "--no-cache", ROOT],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("path", TOP, ids=lambda path: path.name)
