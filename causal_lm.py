@@ -254,7 +254,7 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
 # ---- log-probabilities
 
 
-def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False):
+def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False, head_dtype=None):
     """Return the log-probabilities and entropies of the response tokens, stacked as 2 x B x T.
 
     Padded positions are 0. The logits are computed in chunks of at most LOGITS_AT_ONCE, because with a large
@@ -266,6 +266,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         counts: The number of response tokens of each sequence.
         temperature: The divisor of the logits.
         with_entropy: Compute the entropies. If false, they are NaN, which exposes accidental use.
+        head_dtype: The dtype of the operands of HeadProduct. None: the model's own forward makes the logits.
     """
     device = model.device
     compute_states = response_states
@@ -273,9 +274,12 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         compute_states = shared_states
     with precision(device):
         output, hidden_N_H, targets_N = compute_states(model, sequences, counts, device)
+    compute_logits = partial(logits_of, model, output)
+    if head_dtype:
+        compute_logits = head_product(model, head_dtype)
 
     def of_chunk(hidden_n_H, targets_n):
-        logits_n_V = logits_of(model, output, hidden_n_H)
+        logits_n_V = compute_logits(hidden_n_H)
         if temperature != 1:  # Dividing by 1 would still copy the tensor.
             logits_n_V = logits_n_V / temperature
         logp_n_V = logits_n_V.log_softmax(-1)
@@ -435,6 +439,67 @@ def logits_of(model, output, hidden_N_H):
             return model.forward(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         del body.forward
+
+
+# ---- a head with bf16 operands (--bf16-head)
+
+
+class HeadProduct(torch.autograd.Function):
+    """hidden_n_H @ weight_V_H.T with rounded operands, in the backward pass as well.
+
+    Sums and results are float32. `rounded_V_H` is the weight in the operands' dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_n_H, weight_V_H, rounded_V_H):
+        hidden_n_H = hidden_n_H.to(rounded_V_H.dtype)
+        ctx.save_for_backward(hidden_n_H, rounded_V_H)
+        return float32_product(hidden_n_H, rounded_V_H.T)
+
+    @staticmethod
+    def backward(ctx, gradient_n_V):
+        hidden_n_H, rounded_V_H = ctx.saved_tensors
+        gradient_n_V = gradient_n_V.to(rounded_V_H.dtype)
+        weight_gradient_V_H = None
+        if ctx.needs_input_grad[1]:  # LoRA freezes the head.
+            weight_gradient_V_H = float32_product(gradient_n_V.T, hidden_n_H)
+        return float32_product(gradient_n_V, rounded_V_H), weight_gradient_V_H, None
+
+
+def float32_product(a, b):
+    """Multiply bf16 matrices into a float32 matrix. On a CPU, which lacks this operation, cast them first."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def head_product(model, dtype):
+    """Return a function like logits_of for a plain head, with operands of this dtype."""
+    weight_V_H = model.get_output_embeddings().weight
+    rounded_V_H = weight_V_H.detach().to(dtype)  # once for all chunks
+    return lambda hidden_n_H: HeadProduct.apply(hidden_n_H, weight_V_H, rounded_V_H)
+
+
+@torch.no_grad()
+def check_plain_head(model, device) -> None:
+    """Raise ValueError if the head does more than multiply by its weight.
+
+    Call this function after check_logprobs, which gathers the weights of a sharded model.
+    """
+    head = model.get_output_embeddings()
+    is_plain = type(head) is torch.nn.Linear and head.bias is None  # An adapter makes it another class.
+    if is_plain:
+        with precision(device):
+            output = backbone(model)(input_ids=torch.arange(1, 20, device=device)[None], use_cache=False)
+        hidden_N_H = 100 * output.last_hidden_state[0]  # Soft caps are visible only in large logits.
+        logits_N_V = logits_of(model, output, hidden_N_H)
+        difference = (head_product(model, torch.bfloat16)(hidden_N_H) - logits_N_V).abs().max()
+        is_plain = difference < 0.02 * logits_N_V.abs().max()  # false for NaN
+    if not is_plain:
+        raise ValueError(
+            f"--bf16-head: does not work with {type(model).__name__}, whose head is more than a product (a "
+            "bias, an adapter, a scale, a soft cap or another layer); omit --bf16-head"
+        )
 
 
 # ---- layers

@@ -37,7 +37,7 @@ GROUPS = {
     "algorithm": """advantage advantage_kwargs loss loss_kwargs clip_ tis_cap sampler_logprobs kl_coef
         entropy_coef overlong_ dynamic_sampling max_refills max_idle_steps""",
     "optimizer": """total_steps train_batch_size mini_batch_size lr lr_warmup_steps adam_betas weight_decay
-        max_grad_norm max_tokens_per_micro_batch gradient_checkpointing compile_layers""",
+        max_grad_norm max_tokens_per_micro_batch gradient_checkpointing compile_layers bf16_head""",
     "model": "max_positions trust_remote_code lora_",
     "evaluation": "val_",
     "checkpoint": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",

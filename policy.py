@@ -33,6 +33,7 @@ from causal_lm import (
     add_adapters,
     can_share_prompts,
     check_logprobs,
+    check_plain_head,
     checkpointed_layers,
     compile_layers,
     count_adapters,
@@ -112,7 +113,8 @@ class Policy:
     """A model and its optimizer.
 
     Weights and optimizer state are float32. On a GPU, the layers compute in bf16 and the head in float32
-    (TF32), because a bf16 head alone would change log-probabilities by 0.02. The model is always in
+    (TF32), because a bf16 head alone would change log-probabilities by 0.02. With the option bf16_head, only
+    the operands of the head's products are bf16, while logits and sums stay float32. The model is always in
     evaluation mode, because with dropout, training and sampling would use different policies.
 
     Args:
@@ -172,6 +174,8 @@ class Policy:
         if options.compile_layers:
             compile_layers(model)
         check_logprobs(self.model_logprobs, model, source, self.device)
+        if options.bf16_head:
+            check_plain_head(model, self.device)
         return model
 
     # ---- methods that the subclass for several ranks overrides
@@ -196,6 +200,9 @@ class Policy:
         Yields (samples, logprobs, entropy, mask); the last three are B x T. The mask is true on tokens that
         the policy wrote. `model` is the policy's model by default.
         """
+        head_dtype = None
+        if self.config.bf16_head:
+            head_dtype = torch.bfloat16
         for indices in micro_batches([sample.length for sample in samples], self.max_tokens):
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
@@ -206,6 +213,7 @@ class Policy:
                 counts,
                 self.config.temperature,
                 self.config.entropy_coef != 0,
+                head_dtype,
             )
             mask = padded([sample.own_tokens for sample in part], self.device, torch.bool)
             yield part, logprobs, entropy, mask

@@ -69,6 +69,8 @@ class PolicyOptions:
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
     compile_layers: bool = False  # Compile the model's layers with torch.compile, for --rollout vllm on GPUs.
+    # Round the operands of the head's products to bf16, for --rollout vllm on GPUs; sums stay float32.
+    bf16_head: bool = False
     seed: int = 0  # Random seed for the data order, sampling and new adapters.
 
 
@@ -262,6 +264,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError(
                 "--rollout hf: needs the policy in the trainer's process (--device cpu and one "
                 "rank); pass --rollout vllm"
+            )
+        if rollout == "hf" and self.bf16_head:
+            raise ValueError(
+                "--bf16-head: does not work with --rollout hf, which samples with a float32 head; pass "
+                "--rollout vllm, or omit --bf16-head"
             )
         tis_cap = self.tis_cap
         if self.overlap and tis_cap is None:

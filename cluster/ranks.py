@@ -7,8 +7,8 @@ policy_group.py starts one such process per device. All ranks make the same call
 same mini-batches, so that all ranks make the same decisions. They exchange only tensors: weights are gathered
 layer by layer, and gradients are summed. Everything else is in policy.py.
 
-Not covered: tensor, pipeline, sequence and expert parallelism, replicas of sharded groups (HSDP),
-compilation, shared prompts (causal_lm.shared_states), for which all ranks would have to agree in every pass.
+Not covered: tensor, pipeline, sequence and expert parallelism, replicas of sharded groups (HSDP), shared
+prompts (causal_lm.shared_states), for which all ranks would have to agree in every pass.
 """
 
 import os

@@ -120,7 +120,7 @@ def test_every_flag_that_is_named_exists():
         text = page.read_text()
         if page.name == "CHANGELOG.md":  # The first column has the names that no longer exist.
             text = re.sub(r"^\| [^|]* \|", "", text, flags=re.M)
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
         assert named <= known, f"{page.name}: {named - known}"
 
 

@@ -8,7 +8,9 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -16,7 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
+import causal_lm
 import grpo_trainer
+import policy as policy_file
 from cluster import weights as weights_file
 from cluster import policy_group
 import reward_loop
@@ -84,6 +88,29 @@ def group_of(folder):
         group.shutdown()
 
 
+@pytest.fixture
+def without_code_generation(monkeypatch):
+    """Let ranks compile layers (--compile-layers) without generating code, which takes minutes on a CPU."""
+
+    class Compiled(RankedPolicy):
+        def __init__(self, *arguments):
+            compile_layers = partial(causal_lm.compile_layers, backend="aot_eager")
+            with patch.object(policy_file, "compile_layers", compile_layers):
+                super().__init__(*arguments)
+
+    monkeypatch.setattr(policy_group, "RankedPolicy", Compiled)
+
+
+def graphs_of(group):
+    """Return the number of compiled graphs of each rank, and of the places that could not be compiled."""
+
+    def graphs(policy):
+        counters = torch._dynamo.utils.counters
+        return counters["stats"]["unique_graphs"], counters["graph_break"].total()
+
+    return ray.get([actor.__ray_call__.remote(graphs) for actor in group.actors])
+
+
 def uneven_step(model):
     """Return long and short answers.
 
@@ -113,14 +140,15 @@ def bytes_held(group):
 
 
 def test_ranks_compute_what_one_process_does_and_save_for_any_number(
-    folder, model, group_of, tmp_path, monkeypatch
+    folder, model, group_of, tmp_path, monkeypatch, without_code_generation
 ):
     """Each number of ranks trains one step, starting from the checkpoint of the previous number.
 
-    The step on two ranks has a reference model and gradient checkpointing, which are also sharded, a loss
-    over whole sequences, advantages that change within a sequence, and tokens that a tool wrote. In the step
-    on three ranks, one mini-batch has a single sample with a gradient, and the loss is a function of the
-    user's own, whose file must not change before the ranks restart.
+    Only the ranks recompute activations, and only two ranks compile their layers. The step on two ranks also
+    has a head with bf16 operands, a reference model, which is sharded as well, a loss over whole sequences,
+    advantages that change within a sequence, and tokens that a tool wrote. In the step on three ranks, one
+    mini-batch has a single sample with a gradient, and the loss is a function of the user's own, whose file
+    must not change before the ranks restart.
     """
     alone, first = (Policy(settings(folder), folder, CPU) for _ in range(2))
     step = a_step(model)
@@ -133,16 +161,17 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(
             prefix = min(number % 3, len(sample.response_ids) - 1)
             rest = len(sample.response_ids) - prefix
             sample.token_advantages = [0.5] * prefix + [sample.advantage] * rest
-    gspo = dict(gradient_checkpointing=True, loss="gspo", clip_high=0.2, tis_cap=2.0)
+    faster = dict(compile_layers=True, bf16_head=True)
+    gspo = dict(loss="gspo", clip_high=0.2, tis_cap=2.0)
     own = tmp_path / "own.py"
     arguments = "logprobs, log_ratio, advantages, mask"
     own.write_text(f"def reinforce({arguments}):\n    return -advantages * logprobs\n")
     monkeypatch.chdir(tmp_path)
     of_user = dict(kl_coef=0.0, entropy_coef=0.0, loss="own.py:reinforce")
-    for ranks, options in ((2, gspo), (3, of_user)):
-        alone.config = settings(folder, **options | dict(gradient_checkpointing=False))
+    for ranks, options in ((2, gspo | faster), (3, of_user)):
+        alone.config = settings(folder, **options)
         alone.reference = alone.reference if alone.config.kl_coef else None
-        group = group_of(ranks, tmp_path / f"of_{ranks - 1}", **options)
+        group = group_of(ranks, tmp_path / f"of_{ranks - 1}", gradient_checkpointing=True, **options)
         group.load_optimizer(tmp_path / f"of_{ranks - 1}")
         group.release_memory()
         got, expected = (policy.update(groups_of(steps[ranks]), 1e-3) for policy in (group, alone))
@@ -153,6 +182,8 @@ def test_ranks_compute_what_one_process_does_and_save_for_any_number(
         for held in bytes_held(group):
             assert held == pytest.approx(bytes_per_weight * numel / ranks, rel=0.1)
         assert ("actor/clip_fraction" in got) == (ranks == 2)  # The user's loss does not clip.
+        for graphs, breaks in graphs_of(group):
+            assert (graphs > 0) == (ranks == 2) and breaks == 0
         group.save(tmp_path / f"of_{ranks}")
         group.shutdown()
     own.write_text(own.read_text() + "# edited\n")

@@ -44,6 +44,7 @@ def test_speed_measures_each_way_and_continues_after_one_that_fails(tmp_path, mo
 
     monkeypatch.setattr(check_gpu, "check_speed", check_speed)
     ways = ("plain", "checkpointing", "unknown", "switched", "four mini-batches", "offload, checkpointing")
+    ways += ("bf16 head",)
     stages.speed(stages.Config("speed", ways=ways, length=16, **TINY), tmp_path)
     made, *updates, sync = lines_of(capfd)
     assert made["made"] == "tiny" and rollouts == [(8, 16, ("on",), True)]
@@ -62,6 +63,8 @@ def test_speed_measures_each_way_and_continues_after_one_that_fails(tmp_path, mo
     assert plain["of_peak"] == pytest.approx(plain["tokens_per_s"] * operations / 1e12)
     for way in ("checkpointing", "switched", "offload, checkpointing"):
         assert found[way]["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4), way
+    norm = found["bf16 head"]["actor/grad_norm"]
+    assert norm != plain["actor/grad_norm"] == pytest.approx(norm, rel=1e-2)
     assert found["four mini-batches"]["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-2)
 
 

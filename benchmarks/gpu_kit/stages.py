@@ -49,6 +49,8 @@ WAYS = {
     "four mini-batches": dict(mini_batch_size=1),
     "four mini-batches, sampler's log-probabilities": dict(mini_batch_size=1, sampler_logprobs=True),
     "compiled layers": dict(compile_layers=True),
+    "bf16 head": dict(bf16_head=True),
+    "compiled layers, bf16 head": dict(compile_layers=True, bf16_head=True),
     "checkpointing": RECOMPUTED,
     "LoRA": dict(lora_rank=32),
     "LoRA, checkpointing": dict(lora_rank=32) | RECOMPUTED,
@@ -71,7 +73,7 @@ class Config:
     data: Path = Path("data/toy")  # The toy world's rows and initial policy, for fapo.
     device: Literal["cuda", "cpu"] = "cuda"  # cpu: a dry run.
     size: Literal[tuple(gpu_models.SHAPES)] = "1b"  # Shape of the model, for speed and trl.
-    ways: tuple[str, ...] = tuple(WAYS)[:5]  # Names in WAYS, for speed.
+    ways: tuple[str, ...] = tuple(WAYS)[:6]  # Names in WAYS, for speed.
     tokens: int = 16384  # Maximum number of tokens per micro-batch, for speed.
     length: int = 0  # Tokens per response; 0: 1,024 for speed and 512 for trl.
     steps: int = 0  # Training steps; 0: 60 for fapo and 5 for trl.
