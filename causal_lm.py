@@ -254,11 +254,13 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
 # ---- log-probabilities
 
 
-def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=False, head_dtype=None):
+def logprobs_and_entropy(
+    model, sequences, counts, temperature, with_entropy=False, head_dtype=None, own_B_T=None
+):
     """Return the log-probabilities and entropies of the response tokens, stacked as 2 x B x T.
 
-    Padded positions are 0. The logits are computed in chunks of at most LOGITS_AT_ONCE, because with a large
-    vocabulary they need more memory than the layers.
+    Padded positions are 0, and so are tokens that others wrote. The logits are computed in chunks of at most
+    LOGITS_AT_ONCE, because with a large vocabulary they need more memory than the layers.
 
     Args:
         model: The model.
@@ -267,6 +269,7 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         temperature: The divisor of the logits.
         with_entropy: Compute the entropies. If false, they are NaN, which exposes accidental use.
         head_dtype: The dtype of the operands of HeadProduct. None: the model's own forward makes the logits.
+        own_B_T: True on the tokens that the policy wrote. None: the policy wrote the whole responses.
     """
     device = model.device
     compute_states = response_states
@@ -274,6 +277,10 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
         compute_states = shared_states
     with precision(device):
         output, hidden_N_H, targets_N = compute_states(model, sequences, counts, device)
+    mask = mask_of(counts, device)
+    if own_B_T is not None:
+        own_N = own_B_T[mask]
+        hidden_N_H, targets_N, mask = hidden_N_H[own_N], targets_N[own_N], own_B_T
     compute_logits = partial(logits_of, model, output)
     if head_dtype:
         compute_logits = head_product(model, head_dtype)
@@ -296,7 +303,6 @@ def logprobs_and_entropy(model, sequences, counts, temperature, with_entropy=Fal
     parts = []
     for hidden_n_H, targets_n in zip(hidden_N_H.split(chunk), targets_N.split(chunk)):
         parts.append(compute_chunk(hidden_n_H, targets_n))
-    mask = mask_of(counts, device)
     return torch.zeros(2, *mask.shape, device=device).masked_scatter(mask, torch.cat(parts, 1))
 
 

@@ -198,7 +198,8 @@ class Policy:
         """Compute log-probabilities and entropies in micro-batches.
 
         Yields (samples, logprobs, entropy, mask); the last three are B x T. The mask is true on tokens that
-        the policy wrote. `model` is the policy's model by default.
+        the policy wrote. Other tokens never reach the head, and have 0 instead of a log-probability and an
+        entropy. `model` is the policy's model by default.
         """
         head_dtype = None
         if self.config.bf16_head:
@@ -207,6 +208,7 @@ class Policy:
             part = [samples[index] for index in indices]
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
+            mask = padded([sample.own_tokens for sample in part], self.device, torch.bool)
             logprobs, entropy = self.model_logprobs(
                 model or self.model,
                 sequences,
@@ -214,8 +216,8 @@ class Policy:
                 self.config.temperature,
                 self.config.entropy_coef != 0,
                 head_dtype,
+                mask,
             )
-            mask = padded([sample.own_tokens for sample in part], self.device, torch.bool)
             yield part, logprobs, entropy, mask
 
     # ---- the update

@@ -31,6 +31,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+import causal_lm
 import compute_score
 import grpo_trainer
 import reward_worker
@@ -104,7 +105,7 @@ def test_a_function_that_lets_the_policy_speak_once_samples_what_a_run_without_o
     assert not any(s.has_turns for s in own)
 
 
-def test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it(model, tokenizer):
+def test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it(model, tokenizer, monkeypatch):
     samples = rolled_out(three_turns, model, tokenizer, eos_ids=())
     seven = tokenizer.encode("7")
     for sample in samples:
@@ -115,9 +116,21 @@ def test_what_was_sampled_stays_as_it_is_and_observations_are_no_part_of_it(mode
         assert sample.truncated is False and not sample.failure
     # The tokens of an untrained model often differ from what its tokenizer produces for the same text.
     assert any(tokenizer.encode(tokenizer.decode(s.response_ids)) != s.response_ids for s in samples)
-    for sample, logprobs in policy_of(model).logprobs_of(samples):
-        own = torch.tensor(sample.loss_mask)
-        assert torch.allclose(logprobs[own], torch.tensor(sample.rollout_logprobs)[own], atol=1e-5)
+    policy, rows, logits_of = policy_of(model), [], causal_lm.logits_of
+
+    def counted(model, output, hidden):
+        rows.append(len(hidden))
+        return logits_of(model, output, hidden)
+
+    monkeypatch.setattr(causal_lm, "logits_of", counted)
+    samples[0].loss_mask = [False] * len(samples[0].response_ids)  # a tool wrote everything
+    for max_tokens in (2048, 1):  # With 1, each sample is a micro-batch.
+        policy.max_tokens = max_tokens
+        for sample, logprobs in policy.logprobs_of(samples):
+            own = torch.tensor(sample.loss_mask)
+            assert torch.allclose(logprobs[own], torch.tensor(sample.rollout_logprobs)[own], atol=1e-5)
+            assert logprobs[~own].tolist() == [0.0] * (3 if own.any() else 15)
+    assert sum(rows) == 2 * 12 * (len(samples) - 1)  # The head computes the policy's tokens only.
 
 
 def test_a_run_depends_on_its_seed_alone_however_long_tools_take(model, tokenizer):
