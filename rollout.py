@@ -13,8 +13,11 @@ weights in the middle of a response. Tensor names end in their shapes: B sequenc
 """
 
 import asyncio
+import contextlib
 import copy
 import hashlib
+import json
+import mmap
 import os
 import shutil
 import stat
@@ -28,7 +31,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import torch
-from safetensors.torch import save_file
 from transformers import TopPLogitsWarper
 
 from causal_lm import distinct_prompts, next_logits, precision
@@ -420,9 +422,8 @@ class PolicyServers:
         return request("POST", url + TOKEN_ENDPOINT, {"token_ids": []}, key)[0] in (400, 422)
 
     def write_weights(self):
-        # A tied head shares the embedding's memory, which save_file rejects, so all weights are cloned.
-        weights = {name: tensor.clone() for name, tensor in served_weights(self.policy, self.dtype)}
-        save_file(weights, self.folder.path / "model.safetensors", {"format": "pt"})
+        for _ in packs(served_weights(self.policy, self.dtype), self.folder):
+            pass  # Each file of the folder has its new content now.
 
     def reload(self, slot):
         """Reload the weights of a restarted server before it joins, because a sync may have changed them."""
@@ -511,15 +512,74 @@ def model_files(info: dict, tokenizer) -> dict[str, bytes]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+PACK = 2**29  # number of bytes of weights in a file, unless a single tensor has more
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # names in safetensors headers
+
+
+def packs(weights, folder: "WeightFolder | None" = None):
+    """Yield named tensors of one dtype as the contents of safetensors files, which are arrays of bytes.
+
+    Each tensor is copied only once, to its place in a file of the folder, which is mapped into memory, or
+    without a folder to its place in a buffer. The next content overwrites the buffer, so the caller must
+    finish with a content before it requests the next one.
+    """
+    buffer = torch.empty(0, dtype=torch.uint8)
+    for number, tensors in enumerate(portions(weights)):
+        header = header_of(tensors)
+        size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+        if folder:
+            buffer = folder.map_file(number, size)
+        elif len(buffer) < size:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        start = len(header)
+        buffer[:start] = torch.frombuffer(header, dtype=torch.uint8)
+        for tensor in tensors.values():
+            end = start + tensor.nbytes
+            buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start = end
+        yield buffer.numpy()[:size]
+
+
+def portions(weights):
+    """Yield named tensors in dictionaries of at most PACK bytes. A larger tensor gets its own dictionary."""
+    tensors = {}
+    size = 0
+    for name, tensor in weights:
+        if tensors and size + tensor.nbytes > PACK:
+            yield tensors
+            tensors = {}
+            size = 0
+        tensors[name] = tensor
+        size += tensor.nbytes
+    yield tensors
+
+
+def header_of(tensors: dict) -> bytearray:
+    """Return the start of a safetensors file: eight bytes with the header's length, then the header."""
+    entries = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # Tensors must be aligned to the size of their elements.
+    return bytearray(len(text).to_bytes(8, "little") + text)
+
+
 class WeightFolder:
     """The policy's model folder for the servers on one node, used directly or as a Ray actor on that node.
 
-    `files` are the files other than the weights, {name: content}. New weights replace old ones file by file.
-    A server that starts during a write may fail and restart, or read a mixture of old and new weights. In
-    both cases, the server reloads the weights before it gets a request. An existing folder of this user is
-    reused, because its actor may have died. Raises PermissionError if another user owns the folder and could
-    change the weights.
+    `files` are the files other than the weights, {name: content}. New weights overwrite old ones in place,
+    because new files would need new pages of memory. A server that starts during a write may fail and
+    restart, or read a mixture of old and new weights. In both cases, the server reloads the weights before it
+    gets a request. An existing folder of this user is reused, because its actor may have died. Raises
+    PermissionError if another user owns the folder and could change the weights.
     """
+
+    mapped = {}  # all files that this process has mapped into memory, by device, inode and size
+    can_register = True  # whether this process can register memory with CUDA
 
     def __init__(self, path: str, files: dict[str, bytes]):
         self.path = Path(path)
@@ -534,11 +594,39 @@ class WeightFolder:
         self.writer = ThreadPoolExecutor(1)
         self.written = []
 
+    def file_of(self, number: int) -> Path:
+        """Return the path of part `number` of the weights, counted from 0."""
+        return self.path / (f"model_{number}.safetensors" if number else "model.safetensors")
+
+    def map_file(self, number: int, size: int) -> torch.Tensor:
+        """Return the bytes of a part's file, which this process maps into its memory only once.
+
+        Raises OSError if there is no room, because a later write without room would kill this process.
+        """
+        with open(self.file_of(number), "a+b") as file:
+            found = os.fstat(file.fileno())
+            key = found.st_dev, found.st_ino, size
+            if key not in self.mapped:
+                file.truncate(size)
+                os.posix_fallocate(file.fileno(), 0, size)
+                self.mapped[key] = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+                self.register(self.mapped[key])
+        return self.mapped[key]
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Register memory with CUDA if this process uses CUDA, so that a GPU copies directly to it."""
+        if not (torch.cuda.is_initialized() and self.can_register):
+            return
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0)
+        if int(error):
+            WeightFolder.can_register = False
+            print(f"policy servers: CUDA cannot register memory ({error}), so syncs are slower", flush=True)
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel.
+                torch.ones(1, device="cuda")
+
     def write(self, number: int, pack) -> None:
-        """Write part `number` of the weights, counted from 0. `pack` is the content of a safetensors file."""
-        name = f"model_{number}" if number else "model"
-        path = self.path / f"{name}.safetensors"
-        # Overwriting a file in shared memory is twice as fast as a new file, which needs new pages.
+        """Write part `number` of the weights. `pack` is the content of a safetensors file."""
+        path = self.file_of(number)
         with open(path, "r+b" if path.exists() else "wb") as file:
             file.write(memoryview(pack))
             file.truncate()
@@ -554,4 +642,6 @@ class WeightFolder:
         self.written = []
 
     def close(self) -> None:
+        """Remove the folder. The memory is free once no process maps the files."""
+        self.mapped.clear()
         shutil.rmtree(self.path, ignore_errors=True)

@@ -200,8 +200,8 @@ class PolicyGroup:
         self.num_updates = before + metrics["actor/updates"]
         return metrics | {"actor/entropy": entropy_of(groups)}
 
-    def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
-        return self.call("send_weights", folders, dtype)[0]
+    def send_weights(self, folders: dict, path: str, dtype: torch.dtype) -> set:
+        return self.call("send_weights", folders, path, dtype)[0]
 
     def release_memory(self) -> None:
         self.call("release_memory")

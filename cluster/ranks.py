@@ -107,14 +107,14 @@ class RankedPolicy(Policy):
         if self.is_sharded:  # Without a backward pass, FSDP does not reshard embedding and head.
             (model or self.model).reshard()
 
-    def send_weights(self, folders: dict, dtype: torch.dtype) -> set:
-        """Send the weights from rank 0 to the WeightFolder actors in `folders` ({node: actor}).
+    def send_weights(self, folders: dict, path: str, dtype: torch.dtype) -> set:
+        """Send the weights from rank 0 to the WeightFolder actors in `folders` ({node: actor}) at `path`.
 
         Returns:
             The nodes that no longer exist.
         """
         if self.is_main_rank:
-            return send(served_weights(self, dtype), folders)
+            return send(served_weights(self, dtype), folders, path)
         for _ in self.weights(dtype):  # Every rank must take part.
             pass
         return set()

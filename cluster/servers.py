@@ -3,7 +3,7 @@
     servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup
 
 rollout.rollout_vllm samples from these servers as from PolicyServers. Rank 0 sends the weights as files
-(weights.py) directly to a folder on each node with servers.
+(weights.py) directly to a folder on each node with servers, and writes those on its own node itself.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class ClusterServers(PolicyServers):
 
     def fill(self, folders: dict):
         """Send the current weights to these folders, {node: folder}. Forget nodes that no longer exist."""
-        gone = self.policy.send_weights(folders, self.dtype)
+        gone = self.policy.send_weights(folders, str(self.folder.path), self.dtype)
         for node, folder in list(folders.items()):
             if node in gone:
                 self.folders.pop(node, None)

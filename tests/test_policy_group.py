@@ -21,14 +21,15 @@ from torch.distributed.checkpoint import CheckpointException
 import causal_lm
 import grpo_trainer
 import policy as policy_file
-from cluster import weights as weights_file
 from cluster import policy_group
 import reward_loop
+import rollout
 from genrm_server import Config
 from grpo_trainer import train
 from cluster.policy_group import PolicyGroup
 from cluster.ranks import RankedPolicy
 from cluster.servers import ClusterServers
+from cluster.weights import send
 from policy import Policy, RanksLost, Sample
 from run import Run
 from test_genrm_server import stand_in  # noqa: F401
@@ -402,10 +403,10 @@ class Sender:
     def model_info(self):
         return self.policy.model_info()
 
-    def send_weights(self, folders, dtype):
+    def send_weights(self, folders, path, dtype):
         if self.lost:
             raise RanksLost("a rank of the policy died")
-        return weights_file.send(self.policy.weights(dtype), folders)
+        return send(self.policy.weights(dtype), folders, path)
 
 
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(
@@ -423,7 +424,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", "local")
     reward_loop.connect_ray()  # a Ray whose actors find the stand-in for vLLM
-    monkeypatch.setattr(weights_file, "PACK", 50_000)
+    monkeypatch.setattr(rollout, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
     with pytest.raises(RuntimeError, match="server 0 failed .*: CPU core 99 is not available"):

@@ -1,6 +1,8 @@
 """Weight transfer: files that safetensors can read, transfers from node to node, and nodes that die."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +15,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from transformers import Qwen3MoeConfig
 
 import rollout
-from cluster import weights
-from cluster.weights import packs, send, to_all
-from rollout import WeightFolder
+from cluster.weights import send, to_all
+from rollout import WeightFolder, packs
 from tiny import policy_of
 
 
@@ -26,18 +27,29 @@ def tensors(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_here", [True, False])
 @pytest.mark.parametrize("size, count", [(2**20, 1), (100, 4), (1, 6)])
-def test_packs_are_safetensors_files_with_each_tensor_once(tmp_path, monkeypatch, dtype, size, count):
-    """This includes transposed tensors. A second sync overwrites the files of the first."""
-    monkeypatch.setattr(weights, "PACK", size * dtype.itemsize // 4 or 1)
+def test_packs_are_safetensors_files_with_each_tensor_once(
+    tmp_path, monkeypatch, dtype, is_here, size, count
+):
+    """This includes transposed tensors. A second sync overwrites the files of the first.
+
+    The sender maps the files of its own folder into memory once. Other folders get the same files.
+    """
+    monkeypatch.setattr(rollout, "PACK", size * dtype.itemsize // 4 or 1)
+    monkeypatch.setattr(WeightFolder, "mapped", {})
     sent = tensors(dtype)
     sent["large"] = sent["large"].T
     folder = WeightFolder(str(tmp_path / "folder"), {"config.json": b"{}", "sub/file": b"1"})
+    inodes = set()
     for _ in range(2):
-        for number, pack in enumerate(packs(sent.items())):
-            folder.write(number, pack)
+        for number, pack in enumerate(packs(sent.items(), folder if is_here else None)):
+            if not is_here:
+                folder.write(number, pack)
         files = sorted(folder.path.glob("*.safetensors"))
         assert len(files) == count and folder.path / "model.safetensors" in files
+        inodes |= {file.stat().st_ino for file in files}
+        assert len(inodes) == count and len(folder.mapped) == count * is_here
         found = [load_file(file) for file in files]
         assert sum(map(len, found)) == len(sent)
         for name, tensor in {name: tensor for part in found for name, tensor in part.items()}.items():
@@ -45,7 +57,57 @@ def test_packs_are_safetensors_files_with_each_tensor_once(tmp_path, monkeypatch
         sent = {name: tensor + 1 for name, tensor in sent.items()}
     assert (folder.path / "sub/file").read_bytes() == b"1"
     folder.close()
-    assert not folder.path.exists()
+    assert not folder.path.exists() and not folder.mapped
+
+
+def test_a_folder_that_was_removed_and_made_again_gets_the_weights(tmp_path):
+    """The files that were mapped into memory before no longer belong to the folder."""
+    sent = {"a": torch.zeros(3)}
+    for value in (1.0, 2.0):
+        folder = WeightFolder(str(tmp_path / "folder"), {})
+        sent["a"].fill_(value)
+        assert len(list(packs(sent.items(), folder))) == 1
+        assert torch.equal(load_file(folder.path / "model.safetensors")["a"], sent["a"])
+        shutil.rmtree(folder.path)
+    folder.close()
+
+
+def test_weights_without_room_are_an_error_before_anything_is_written(monkeypatch):
+    """Writing to mapped memory without room would kill the process instead."""
+    monkeypatch.setattr(WeightFolder, "mapped", {})
+    folder = WeightFolder(f"/dev/shm/test_weights_{os.getpid()}", {})
+    try:
+        with pytest.raises(OSError, match="No space left on device"):
+            folder.map_file(0, 2**45)
+        assert not folder.mapped
+    finally:
+        folder.close()
+
+
+@pytest.mark.parametrize("error, lines", [(0, 0), (1, 1)])
+def test_cuda_registers_each_file_or_says_once_that_it_cannot(tmp_path, monkeypatch, capfd, error, lines):
+    asked, kernels = [], []
+
+    def register(pointer, size, flags):
+        asked.append((pointer, size, flags))
+        return error
+
+    def kernel(*_, **__):
+        kernels.append(error)
+        raise RuntimeError("CUDA error: out of memory")
+
+    folder = WeightFolder(str(tmp_path / "folder"), {})
+    folder.map_file(7, 8)  # This process does not use CUDA.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "ones", kernel)
+    monkeypatch.setattr(WeightFolder, "can_register", True)
+    buffers = [folder.map_file(number, 100 + number) for number in (0, 1, 0, 1)]
+    registered = [(buffer.data_ptr(), len(buffer), 0) for buffer in buffers]
+    assert asked == registered[: 1 if error else 2]
+    assert kernels == [1] * error  # The error is not reported again later.
+    assert capfd.readouterr().out.count("CUDA cannot register memory (1), so syncs are slower") == lines
+    folder.close()
 
 
 def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another_one(tmp_path):
@@ -137,7 +199,8 @@ def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path):
     others = [cluster.add_node(num_cpus=1) for _ in range(3)]
     ray.init(cluster.address, logging_level="error", log_to_driver=False)
     try:
-        nodes = [node.node_id for node in others]
+        nodes = [node.node_id for node in (*others, cluster.head_node)]
+        here = str(tmp_path / nodes[-1])  # The sender is on the head node.
         folders = {}
         for node in nodes:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -146,10 +209,10 @@ def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path):
             )
             folders[node] = kind.remote(str(tmp_path / node), {})
         sent = tensors(torch.float32)
-        assert send(sent.items(), folders) == set()
+        assert send(sent.items(), folders, here) == set()
         cluster.remove_node(others[0])
         sent = {name: tensor + 1 for name, tensor in sent.items()}
-        assert send(sent.items(), folders) == {nodes[0]}
+        assert send(sent.items(), folders, here) == {nodes[0]}
         for node in nodes[1:]:
             found = load_file(tmp_path / node / "model.safetensors")
             assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
