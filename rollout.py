@@ -635,11 +635,19 @@ class WeightFolder:
         """Write a part in a thread, while the next part is sent. The caller must not change `pack`."""
         self.written.append(self.writer.submit(self.write, number, pack))
 
-    def finish(self) -> None:
-        """Wait until all parts are written. Raise OSError if writing failed."""
-        for write in self.written:
+    def finish(self, count: int) -> None:
+        """Wait until all `count` parts are written. Raise OSError if writing failed.
+
+        Raises RuntimeError if parts are missing because Ray has restarted this process.
+        """
+        written, self.written = self.written, []
+        for write in written:
             write.result()
-        self.written = []
+        if len(written) < count:
+            raise RuntimeError(
+                f"policy servers: the process that writes {self.path} died during a sync, so weights are "
+                "missing there; resume the run"
+            )
 
     def close(self) -> None:
         """Remove the folder. The memory is free once no process maps the files."""

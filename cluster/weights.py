@@ -42,9 +42,10 @@ def send(weights, folders: dict, path: str) -> set:
             sending = pool.submit(to_all, there, "add", number, pack)
         if sending:
             sending.result()
+    to_all(there, "finish", number + 1)
     if actor:
-        there[node] = actor  # The actor has written the files other than the weights.
-    to_all(there, "finish")
+        ray.get(actor.finish.remote(0))  # The actor writes the files other than the weights.
+        there[node] = actor
     return set(folders) - set(there)
 
 

@@ -193,6 +193,23 @@ def test_who_has_a_pack_hands_it_on(monkeypatch):
     assert ended == [1, 2, 4, 5]  # rank 0's node has it from the start
 
 
+def test_parts_that_a_process_lost_by_dying_are_an_error(tmp_path):
+    """Ray restarts the process, and sends it only the parts that it had not yet taken."""
+    parts = [bytes([number]) * 3 for number in range(3)]
+    folder = WeightFolder(str(tmp_path / "folder"), {})
+    for number, part in enumerate(parts):
+        folder.add(number, part)
+        if number == 1:
+            folder = WeightFolder(str(tmp_path / "folder"), {})
+    with pytest.raises(RuntimeError, match="folder died during a sync, so weights are missing there; resume"):
+        folder.finish(3)
+    for _ in range(2):  # The next sync starts again.
+        for number, part in enumerate(parts):
+            folder.add(number, part)
+        folder.finish(3)
+    assert [folder.file_of(number).read_bytes() for number in range(3)] == parts
+
+
 @pytest.mark.slow
 def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path):
     cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
