@@ -2041,6 +2041,72 @@ def test_the_game_of_the_page(tmp_path, tokenizer):
     assert lost.info == {"won": False} and reward("toy", "", "", lost.info) == 0.0
 
 
+class LikeTextarena:
+    """A game that seeds Python's global random, and draws from it in each step."""
+
+    def reset(self, seed):
+        random.seed(seed)
+
+    def step(self):
+        return random.randrange(1000)
+
+
+def test_games_that_share_the_global_random_do_not_disturb_each_other(tmp_path):
+    """The page's class is needed: without it, the draws of two games depend on the order of their steps."""
+    own_random = example("own_random", tmp_path)(f"{tmp_path}/own_random.py:OwnRandom")
+    draws = [random.Random(seed) for seed in (5, 6)]
+    alone = [[draw.randrange(1000) for draw in draws] for _ in range(3)]
+    game = LikeTextarena()
+    state = random.getstate()
+    states = [own_random(seed=0), own_random(seed=0)]
+    for own, seed in zip(states, (5, 6)):
+        own.call(game.reset, seed=seed)
+    assert [[own.call(game.step) for own in states] for _ in range(3)] == alone
+    assert random.getstate() == state
+    for seed in (5, 6):
+        game.reset(seed)
+    assert [[game.step(), game.step()] for _ in range(3)] != alone
+    random.setstate(state)
+
+
+def test_the_slow_tool_of_the_page(tmp_path, monkeypatch):
+    """A call that hangs and a call that fails are repeated, and the last error is raised."""
+    ask = example("slow_tool", tmp_path)(f"{tmp_path}/slow_tool.py:ask")
+    may_end = threading.Event()
+    calls, limits = [], []
+    wait_for = asyncio.wait_for
+
+    async def waits(call, seconds):  # The test does not wait 20 seconds for the call that hangs.
+        task = asyncio.ensure_future(call)
+        limits.append(seconds)
+        while not calls:
+            await asyncio.sleep(0.01)
+        return await wait_for(task, 0.05 if len(limits) == 1 else None)
+
+    def hangs_then_fails(question):
+        calls.append(question)
+        if len(calls) == 1:
+            may_end.wait()
+        if len(calls) == 2:
+            raise ConnectionError("503")
+        return 7
+
+    def fails(question):
+        raise ConnectionError("503")
+
+    async def asked():
+        try:
+            return await ask(hangs_then_fails, "pears")
+        finally:
+            may_end.set()
+
+    monkeypatch.setattr(asyncio, "wait_for", waits)
+    assert asyncio.run(asked()) == 7 and calls == ["pears"] * 3 and limits == [20] * 3
+    with pytest.raises(ConnectionError, match="503"):
+        asyncio.run(ask(fails, "nuts"))
+    assert len(limits) == 6
+
+
 # ---- the world with a tool
 
 
