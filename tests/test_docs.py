@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import csv
 import dataclasses
 import functools
 import inspect
@@ -379,6 +380,37 @@ def test_the_table_of_padding_is_that_of_the_script(tmp_path):
     curves = [padding.train(*about, seed=3, updates=30, logit=-0.5) for about in padding.METHODS.values()]
     ends = [statistics.fmean(curve[-5:]) for curve in curves]  # All start at 0.64.
     assert ends[2] > 1.5 and max(ends[:2] + ends[3:]) < 0.8
+
+
+def test_the_table_of_frozen_lake_is_that_of_its_runs():
+    """The page quotes the CSV file: two seeds, each with the outcome reward and with FAPO."""
+    page = (ROOT / "docs/rollouts.md").read_text()
+    with open(ROOT / "docs/evidence/frozen_lake.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    runs = {}
+    for line in lines:
+        runs.setdefault((line["penalty"], line["seed"]), []).append(line)
+    assert list(runs) == [(penalty, seed) for seed in "01" for penalty in "01"]
+    for (penalty, seed), some in runs.items():
+        assert [line["step"] for line in some] == ["0", "10", "20", "30", "40"]
+        reached = ", ".join(f"{float(line['reached']):.2f}" for line in some)
+        cells = [("outcome reward only", "FAPO")[int(penalty)], seed, reached]
+        cells.append(f"{float(some[-1]['fully correct']):.2f}")
+        for name in ("training: reached", "training: flawed positives"):
+            cells.append(f"{float(some[0][name]):.2f}, {float(some[-1][name]):.2f}")
+        assert f"| {' | '.join(cells)} |" in page
+    text = " ".join(page.split())
+    ends = [some[-1] for some in runs.values()]
+    reached = sorted(float(end["reached"]) for end in ends)
+    assert f"solve {100 * reached[0]:.0f} to {100 * reached[-1]:.0f} % of them" in text
+    assert {some[0]["reached"] for some in runs.values()} == {"0.000"}
+    assert sum(some[2]["reached"] == f"{99 / 138:.3f}" for some in runs.values()) == 3
+    wasted = [[], []]
+    for end in ends:
+        wasted[int(end["penalty"])].append(100 * float(end["training: flawed positives"]))
+    outcome, fapo = map(sorted, wasted)
+    assert f"last ten steps, {fapo[0]:.0f} to {fapo[1]:.0f} % of the games" in text
+    assert f"compared with {outcome[0]:.0f} to {outcome[1]:.0f} % with the outcome reward" in text
 
 
 def lines_of_code(path):
