@@ -193,7 +193,7 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
             for key in ("reward/acc", "reward/flawed_positive_rate"):
                 values.append(statistics.fmean(step[key] for step in some if key in step))
             start = [json.loads(config["reward_kwargs"])["penalty"], config["seed"], line["step"]]
-            table.append([*start, *(f"{value:.3f}" for value in values)])
+            table.append([*start, *(f"{value:.4f}" for value in values)])
     with open(path, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(table)
 

@@ -403,8 +403,8 @@ def test_the_table_of_frozen_lake_is_that_of_its_runs():
     ends = [some[-1] for some in runs.values()]
     reached = sorted(float(end["reached"]) for end in ends)
     assert f"solve {100 * reached[0]:.0f} to {100 * reached[-1]:.0f} % of them" in text
-    assert {some[0]["reached"] for some in runs.values()} == {"0.000"}
-    assert sum(some[2]["reached"] == f"{99 / 138:.3f}" for some in runs.values()) == 3
+    assert {some[0]["reached"] for some in runs.values()} == {"0.0000"}
+    assert sum(some[2]["reached"] == f"{99 / 138:.4f}" for some in runs.values()) == 3
     wasted = [[], []]
     for end in ends:
         wasted[int(end["penalty"])].append(100 * float(end["training: flawed positives"]))

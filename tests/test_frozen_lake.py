@@ -161,6 +161,6 @@ def test_the_report_has_a_line_per_evaluation(tmp_path):
     frozen_lake.report((folder,), tmp_path / "lake.csv")
     assert (tmp_path / "lake.csv").read_text().splitlines() == [
         "penalty,seed,step,reached,fully correct,training: reached,training: flawed positives",
-        "1,4,0,0.250,0.125,0.050,0.500",
-        "1,4,20,0.750,0.375,0.775,0.500",
+        "1,4,0,0.2500,0.1250,0.0500,0.5000",
+        "1,4,20,0.7500,0.3750,0.7750,0.5000",
     ]
