@@ -183,6 +183,7 @@ FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.
     "outcome_dr_grpo": "--reward-fn toy/shop_world.py:compute_score_outcome --advantage dr_grpo",
     "outcome_floor": "--reward-fn toy/shop_world.py:compute_score_outcome " + ADVANTAGE + "floored",
     "grounded_rule": "--reward-fn toy/shop_world.py:compute_score_grounded_rule",
+    "fapo_judge": "--reward-fn toy/shop_judge.py:compute_score_fapo --router-address HOST:PORT",
     "fapo": "",
     "prefix": SPARED,
     "vppo": VPPO,

@@ -381,6 +381,16 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     for name in ("outcome_floor_cost0.003", "outcome_cost0.003"):
         worth.append(evidence.earned(evidence.of(runs, name, "shop0"), "after"))
     assert "earns more of the same reward ({} against {})".format(*worth) in text
+    ends = {}
+    for name in ("outcome_floor_cost0.003", "outcome_cost0.003", "grounded_rule"):
+        runs_of = (evidence.of(runs, name, world) for world in evidence.SHOP)
+        ends[name] = [f"{run['after']['shop/truly_correct/mean@1']:.2f}" for (run,) in runs_of]
+    floored, divided, rule = ("{}, {} and {}".format(*values) for values in ends.values())
+    assert f"answers end at {floored}, with GRPO at {divided} (one run each" in text
+    assert f"answers end at {rule} (one run each)" in text
+    percent = [f"{float(value):.0%}".removesuffix("%") for value in ends["grounded_rule"]]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "answer of the tool leads to {}, {} and {} %.".format(*percent) in readme
 
 
 def test_the_table_of_padding_is_that_of_the_script(tmp_path):
