@@ -191,7 +191,7 @@ ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
 
 
 def lose_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
-    """Remove the verdicts of samples whose advantage is not a number. Return whether there were any."""
+    """Remove verdicts with a NaN reward or an advantage that is not finite. Return whether there were any."""
     # The loss is computed in float32, where a large number may become infinite.
     has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
     has_number_B &= ~results.rewards_P_G.isnan().flatten()

@@ -259,8 +259,8 @@ def logprobs_and_entropy(
 ):
     """Return the log-probabilities and entropies of the response tokens, stacked as 2 x B x T.
 
-    Padded positions are 0, and so are tokens that others wrote. The logits are computed in chunks of at most
-    LOGITS_AT_ONCE, because with a large vocabulary they need more memory than the layers.
+    Padded positions and tokens that the policy did not write are 0. The logits are computed in chunks of at
+    most LOGITS_AT_ONCE, because with a large vocabulary they need more memory than the layers.
 
     Args:
         model: The model.

@@ -43,7 +43,7 @@ GROUPS = {
     "checkpoint": "save_every keep_checkpoints resume samples_per_step tensorboard wandb dry_run",
     "hardware": "device policy_ max_restarts num_threads",
 }
-IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The comment says what happens without the flag.
+IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
 HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
 # The ends of names whose values are secrets, such as API_KEY, apiKey, --judge-token and Authorization.
 SECRET = re.compile(r"(key|token|secret|password|passwd|credential|authorization)s?[-_]?\d*$", re.IGNORECASE)

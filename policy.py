@@ -198,8 +198,8 @@ class Policy:
         """Compute log-probabilities and entropies in micro-batches.
 
         Yields (samples, logprobs, entropy, mask); the last three are B x T. The mask is true on tokens that
-        the policy wrote. Other tokens never reach the head, and have 0 instead of a log-probability and an
-        entropy. `model` is the policy's model by default.
+        the policy wrote. The other tokens skip the head, and their log-probabilities and entropies are 0.
+        `model` is the policy's model by default.
         """
         head_dtype = None
         if self.config.bf16_head:

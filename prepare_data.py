@@ -438,7 +438,7 @@ def hub_files(source: Source) -> list[Path]:
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
-IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The comment says what happens without the flag.
+IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
 
 
 @dataclass

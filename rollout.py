@@ -423,7 +423,7 @@ class PolicyServers:
 
     def write_weights(self):
         for _ in packs(served_weights(self.policy, self.dtype), self.folder):
-            pass  # Each file of the folder has its new content now.
+            pass  # `packs` has already written the file.
 
     def reload(self, slot):
         """Reload the weights of a restarted server before it joins, because a sync may have changed them."""
@@ -517,11 +517,10 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # names in safetensors 
 
 
 def packs(weights, folder: "WeightFolder | None" = None):
-    """Yield named tensors of one dtype as the contents of safetensors files, which are arrays of bytes.
+    """Yield the contents of safetensors files (arrays of bytes) with these named tensors, all of one dtype.
 
-    Each tensor is copied only once, to its place in a file of the folder, which is mapped into memory, or
-    without a folder to its place in a buffer. The next content overwrites the buffer, so the caller must
-    finish with a content before it requests the next one.
+    Each tensor is copied only once: into a memory-mapped file of the folder, or without a folder into a
+    buffer. The buffer is reused, so the caller must finish with each array before it requests the next one.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     for number, tensors in enumerate(portions(weights)):

@@ -65,7 +65,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The comment says what happens without the flag.
+IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
 
 
 @dataclass

@@ -69,7 +69,7 @@ class PolicyOptions:
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
     compile_layers: bool = False  # Compile the model's layers with torch.compile, for --rollout vllm on GPUs.
-    # Round the operands of the head's products to bf16, for --rollout vllm on GPUs; sums stay float32.
+    # Round operands of the output layer's products to bf16, for --rollout vllm on GPUs. Sums stay float32.
     bf16_head: bool = False
     seed: int = 0  # Random seed for the data order, sampling and new adapters.
 

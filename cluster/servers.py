@@ -3,7 +3,7 @@
     servers = ClusterServers(group, tokenizer, config)     # a PolicyGroup
 
 rollout.rollout_vllm samples from these servers as from PolicyServers. Rank 0 sends the weights as files
-(weights.py) directly to a folder on each node with servers, and writes those on its own node itself.
+(weights.py) directly to a folder on each other node with servers. On its own node, rank 0 writes the files.
 """
 
 import contextlib

@@ -44,7 +44,7 @@ def send(weights, folders: dict, path: str) -> set:
             sending.result()
     to_all(there, "finish", number + 1)
     if actor:
-        ray.get(actor.finish.remote(0))  # The actor writes the files other than the weights.
+        ray.get(actor.finish.remote(0))  # Wait until the actor has written the other files.
         there[node] = actor
     return set(folders) - set(there)
 

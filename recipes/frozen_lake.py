@@ -3,7 +3,7 @@
     bash recipes/public_lake.sh 0 outputs/lake0              # the comparison in docs/rollouts.md
     python -m recipes.frozen_lake --out-dir data/lake        # only the rows and the initial policy: a minute
     python grpo_trainer.py ... --rollout-fn recipes/frozen_lake.py:play \\
-        --reward-fn recipes/frozen_lake.py:compute_score     # FAPO; with the penalty 0 the outcome reward
+        --reward-fn recipes/frozen_lake.py:compute_score     # FAPO, or the outcome reward with penalty=0
 
 The policy crosses a frozen lake of 4 x 4 squares to reach G, without stepping into a hole (H). The prompt
 shows the board, and on each square the policy reads where it is and which moves are safe. The board depends
@@ -51,7 +51,7 @@ def new_game(seed: int):
 
 
 def safe_moves(game, square: int) -> list[str]:
-    """Return the moves that lead to another square without a hole."""
+    """Return the moves that lead to another square that is not a hole."""
     safe = []
     for move, ((_, after, reward, is_over),) in zip(MOVES, game.unwrapped.P[square].values()):
         if after != square and (reward == 1 or not is_over):
@@ -174,8 +174,8 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
     """Write a CSV file with a line for each evaluation of the runs in these folders.
 
     `reached` and `fully correct` are fractions of the held-out boards with greedy decoding. The last two
-    columns are means over the training samples of the last ten steps. For step 0, they are those of the first
-    step, which the initial policy has written.
+    columns are means over the training samples of the last ten steps. In the line of step 0, they describe
+    the first step, whose samples come from the initial policy.
     """
     names = ("reached", "fully correct", "training: reached", "training: flawed positives")
     table = [["penalty", "seed", "step", *names]]
@@ -205,8 +205,8 @@ class Config:
     out_dir: Path = Path("data/lake")  # Output directory for the rows and the policy.
     seed: int = 0  # Random seed for the games and the weights.
     steps: int = 80  # Number of training steps, each with 16 games.
-    report: tuple[Path, ...] = ()  # Write a CSV file on the runs in these folders instead.
-    report_out: Path = Path("outputs/lake.csv")  # With --report: the CSV file.
+    report: tuple[Path, ...] = ()  # Run folders to summarise in a CSV file. Empty: train the initial policy.
+    report_out: Path = Path("outputs/lake.csv")  # Output file of --report.
 
 
 def make_policy(config: Config) -> None:

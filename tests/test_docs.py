@@ -365,7 +365,7 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     listed = {name: "{}, {} and {}".format(*values) for name, values in cells.items()}
     assert "from {before} to {after} (checkpoints".format(**listed) in text
     assert "they rise to {oracle} (medians".format(**listed) in text
-    assert "gives {part} of that".format(**listed) in text
+    assert "reaches {part} of the oracle's results".format(**listed) in text
     every = {kind: verdicts[kind, 2] for kind, _ in verdicts}
     assert f"read {sum(every.values()):,} correct answers" in text
     assert verdicts["made_up", 0] == every["made_up"] and f"all {every['made_up']} made-up prices" in text
@@ -390,7 +390,7 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     assert f"answers end at {rule} (one run each)" in text
     percent = [f"{float(value):.0%}".removesuffix("%") for value in ends["grounded_rule"]]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "answer of the tool leads to {}, {} and {} %.".format(*percent) in readme
+    assert "fully correct answers end at {}, {} and {} % (one run".format(*percent) in readme
 
 
 def test_the_table_of_padding_is_that_of_the_script(tmp_path):
