@@ -577,7 +577,8 @@ class WeightFolder:
     PermissionError if another user owns the folder and could change the weights.
     """
 
-    mapped = {}  # all files that this process has mapped into memory, by device, inode and size
+    mapped = {}  # all files that this process has mapped into memory: {path: (state of the file, its bytes)}
+    registered = set()  # the paths of those that are registered with CUDA
     can_register = True  # whether this process can register memory with CUDA
 
     def __init__(self, path: str, files: dict[str, bytes]):
@@ -602,26 +603,41 @@ class WeightFolder:
 
         Raises OSError if there is no room, because a later write without room would kill this process.
         """
-        with open(self.file_of(number), "a+b") as file:
+        path = self.file_of(number)
+        for other in [other for other in self.mapped if not other.exists()]:
+            self.unmap(other)
+        # On some file systems, space cannot be reserved in files that are open for appending.
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             found = os.fstat(file.fileno())
-            key = found.st_dev, found.st_ino, size
-            if key not in self.mapped:
+            state = found.st_dev, found.st_ino, size
+            if found.st_size != size or self.mapped.get(path, ("", ""))[0] != state:
+                self.unmap(path)
                 file.truncate(size)
                 os.posix_fallocate(file.fileno(), 0, size)
-                self.mapped[key] = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-                self.register(self.mapped[key])
-        return self.mapped[key]
+                buffer = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+                self.mapped[path] = state, buffer
+                self.register(path, buffer)
+        return self.mapped[path][1]
 
-    def register(self, buffer: torch.Tensor) -> None:
+    def register(self, path: Path, buffer: torch.Tensor) -> None:
         """Register memory with CUDA if this process uses CUDA, so that a GPU copies directly to it."""
         if not (torch.cuda.is_initialized() and self.can_register):
             return
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0)
-        if int(error):
-            WeightFolder.can_register = False
-            print(f"policy servers: CUDA cannot register memory ({error}), so syncs are slower", flush=True)
-            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel.
-                torch.ones(1, device="cuda")
+        if not int(error):
+            self.registered.add(path)
+            return
+        WeightFolder.can_register = False
+        print(f"policy servers: CUDA cannot register memory ({error}), so syncs are slower", flush=True)
+        with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel.
+            torch.ones(1, device="cuda")
+
+    def unmap(self, path: Path) -> None:
+        """Release the memory of a file. CUDA must forget it first, because its address may be used again."""
+        _, buffer = self.mapped.pop(path, ("", None))
+        if path in self.registered:
+            self.registered.remove(path)
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def write(self, number: int, pack) -> None:
         """Write part `number` of the weights. `pack` is the content of a safetensors file."""
@@ -650,5 +666,6 @@ class WeightFolder:
 
     def close(self) -> None:
         """Remove the folder. The memory is free once no process maps the files."""
-        self.mapped.clear()
+        for path in [path for path in self.mapped if path.parent == self.path]:
+            self.unmap(path)
         shutil.rmtree(self.path, ignore_errors=True)

@@ -113,11 +113,16 @@ class RankedPolicy(Policy):
         Returns:
             The nodes that no longer exist.
         """
-        if self.is_main_rank:
-            return send(served_weights(self, dtype), folders, path)
-        for _ in self.weights(dtype):  # Every rank must take part.
-            pass
-        return set()
+        if not self.is_main_rank:
+            for _ in self.weights(dtype):  # Every rank must take part.
+                pass
+            return set()
+        weights = served_weights(self, dtype)
+        try:
+            return send(weights, folders, path)
+        finally:
+            for _ in weights:  # After an error, the other ranks must not wait for this one.
+                pass
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Weight transfer: files that safetensors can read, transfers from node to node, and nodes that die."""
 
 import json
+import mmap
 import os
 import shutil
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from transformers import Qwen3MoeConfig
 
 import rollout
+from cluster import ranks
 from cluster.weights import send, to_all
 from rollout import WeightFolder, packs
 from tiny import policy_of
@@ -72,6 +74,42 @@ def test_a_folder_that_was_removed_and_made_again_gets_the_weights(tmp_path):
     folder.close()
 
 
+def test_a_mapped_file_that_changes_its_size_is_mapped_again(tmp_path):
+    """Writing behind the end of a mapped file would kill this process."""
+    folder = WeightFolder(str(tmp_path / "folder"), {})
+    sizes = {"long": 3 * mmap.PAGESIZE, "short": 3}
+    for name in ("long", "short", "long"):
+        sent = {name: torch.rand(sizes[name])}
+        list(packs(sent.items(), folder))
+        assert torch.equal(load_file(folder.path / "model.safetensors")[name], sent[name])
+    os.truncate(folder.path / "model.safetensors", 1)
+    list(packs(sent.items(), folder))
+    assert torch.equal(load_file(folder.path / "model.safetensors")["long"], sent["long"])
+    assert len(folder.mapped) == 1
+    folder.close()
+
+
+def test_an_error_of_the_sender_does_not_keep_the_other_ranks_waiting(tmp_path, monkeypatch):
+    """The other ranks take part in gathering each weight, so the sender must ask for all of them."""
+    gathered = []
+
+    def gather(policy, dtype):
+        for number in range(3):
+            gathered.append(number)
+            yield f"w{number}", torch.zeros(3)
+
+    def fail(weights, *_):
+        next(weights)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(ranks, "served_weights", gather)
+    monkeypatch.setattr(ranks, "send", fail)
+    sender = SimpleNamespace(is_main_rank=True)
+    with pytest.raises(OSError, match="No space"):
+        ranks.RankedPolicy.send_weights(sender, {}, str(tmp_path), torch.float32)
+    assert gathered == [0, 1, 2]
+
+
 def test_weights_without_room_are_an_error_before_anything_is_written(monkeypatch):
     """Writing to mapped memory without room would kill the process instead."""
     monkeypatch.setattr(WeightFolder, "mapped", {})
@@ -96,10 +134,14 @@ def test_cuda_registers_each_file_or_says_once_that_it_cannot(tmp_path, monkeypa
         kernels.append(error)
         raise RuntimeError("CUDA error: out of memory")
 
+    released = []
+    cuda = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=released.append)
+    monkeypatch.setattr(WeightFolder, "mapped", {})
+    monkeypatch.setattr(WeightFolder, "registered", set())
     folder = WeightFolder(str(tmp_path / "folder"), {})
     folder.map_file(7, 8)  # This process does not use CUDA.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch, "ones", kernel)
     monkeypatch.setattr(WeightFolder, "can_register", True)
     buffers = [folder.map_file(number, 100 + number) for number in (0, 1, 0, 1)]
@@ -107,7 +149,15 @@ def test_cuda_registers_each_file_or_says_once_that_it_cannot(tmp_path, monkeypa
     assert asked == registered[: 1 if error else 2]
     assert kernels == [1] * error  # The error is not reported again later.
     assert capfd.readouterr().out.count("CUDA cannot register memory (1), so syncs are slower") == lines
+    pointers = [buffer.data_ptr() for buffer in buffers[:2]]
+    shutil.rmtree(folder.path)
+    other = WeightFolder(str(tmp_path / "other"), {})
+    other.map_file(0, 10)  # This releases the files of the removed folder, whose memory may be used again.
+    assert released == ([] if error else pointers) and len(other.mapped) == 1
     folder.close()
+    assert len(other.mapped) == 1
+    other.close()
+    assert not other.mapped and len(released) == (0 if error else 3)
 
 
 def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another_one(tmp_path):
