@@ -209,6 +209,9 @@ class Policy:
             counts = [len(sample.response_ids) for sample in part]
             sequences = [sample.prompt_ids + sample.response_ids for sample in part]
             mask = padded([sample.own_tokens for sample in part], self.device, torch.bool)
+            own_B_T = None  # Without tokens of others, selecting all tokens would only copy them.
+            if any(sample.loss_mask for sample in part):
+                own_B_T = mask
             logprobs, entropy = self.model_logprobs(
                 model or self.model,
                 sequences,
@@ -216,7 +219,7 @@ class Policy:
                 self.config.temperature,
                 self.config.entropy_coef != 0,
                 head_dtype,
-                mask,
+                own_B_T,
             )
             yield part, logprobs, entropy, mask
 
