@@ -1097,6 +1097,9 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop, model):
     estimate = estimate_memory(config, "cpu")
     names = ("weights", "gradients", "Adam", "reference model")
     assert [estimate[name] for name in names] == pytest.approx([size, size, 2 * size, size])
+    text = transformers.AutoConfig.from_pretrained(config.model)
+    rounded = estimate_memory(dataclasses.replace(config, bf16_head=True), "cpu")["update: head in bf16"]
+    assert rounded == pytest.approx(2e-9 * text.vocab_size * text.hidden_size)
     sizes = []
     for tokens in (0, 2048, 4096):  # 0: the policy's default on a CPU
         changed = dataclasses.replace(config, max_tokens_per_micro_batch=tokens)

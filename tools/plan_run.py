@@ -150,6 +150,8 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     if config.kl_coef and not config.lora_rank:
         numbers[f"{where}reference model"] = weights / config.policy_ranks
     numbers["update: activations of a micro-batch"] = activations
+    if config.bf16_head:
+        numbers["update: head in bf16"] = text.vocab_size * text.hidden_size / 2
     if config.rollout == "hf":
         numbers["rollout: key-value cache"] = cache
     if config.policy_ranks > 1 or config.policy_offload:
