@@ -369,9 +369,9 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     every = {kind: verdicts[kind, 2] for kind, _ in verdicts}
     assert f"read {sum(every.values()):,} correct answers" in text
     assert verdicts["made_up", 0] == every["made_up"] and f"all {every['made_up']} made-up prices" in text
-    assert f"{verdicts['wrong_sum', 0]} of {every['wrong_sum']} wrong sums" in text
+    assert f"{verdicts['wrong_sum', 0]} of {every['wrong_sum']:,} wrong sums" in text
     assert f"accepted {verdicts['sound', 1]:,} of {every['sound']:,} sound answers" in text
-    assert f"{every['other']} answers contained another flaw" in text
+    assert f"{every['other']:,} answers contained another flaw" in text
     assert f"found only {verdicts['other', 0]} of them" in text
     assert (
         "end at {0} of the answers from checkpoint 0, and at {2} from checkpoint 2".format(*cells["other"])
@@ -386,7 +386,7 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
         runs_of = (evidence.of(runs, name, world) for world in evidence.SHOP)
         ends[name] = [f"{run['after']['shop/truly_correct/mean@1']:.2f}" for (run,) in runs_of]
     floored, divided, rule = ("{}, {} and {}".format(*values) for values in ends.values())
-    assert f"answers end at {floored}, with GRPO at {divided} (one run each" in text
+    assert f"go from {listed['before']} to {floored}, and with GRPO to {divided}:" in text
     assert f"answers end at {rule} (one run each)" in text
     percent = [f"{float(value):.0%}".removesuffix("%") for value in ends["grounded_rule"]]
     readme = " ".join((ROOT / "README.md").read_text().split())
