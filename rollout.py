@@ -577,8 +577,8 @@ class WeightFolder:
     PermissionError if another user owns the folder and could change the weights.
     """
 
-    mapped = {}  # all files that this process has mapped into memory: {path: (state of the file, its bytes)}
-    registered = set()  # the paths of those that are registered with CUDA
+    # All files that this process has mapped: {path: (state of the file, its bytes, is registered with CUDA)}.
+    mapped = {}
     can_register = True  # whether this process can register memory with CUDA
 
     def __init__(self, path: str, files: dict[str, bytes]):
@@ -610,33 +610,34 @@ class WeightFolder:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             found = os.fstat(file.fileno())
             state = found.st_dev, found.st_ino, size
-            if found.st_size != size or self.mapped.get(path, ("", ""))[0] != state:
+            if found.st_size != size or path not in self.mapped or self.mapped[path][0] != state:
                 self.unmap(path)
                 file.truncate(size)
                 os.posix_fallocate(file.fileno(), 0, size)
                 buffer = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-                self.mapped[path] = state, buffer
-                self.register(path, buffer)
+                self.mapped[path] = state, buffer, self.register(buffer)
         return self.mapped[path][1]
 
-    def register(self, path: Path, buffer: torch.Tensor) -> None:
-        """Register memory with CUDA if this process uses CUDA, so that a GPU copies directly to it."""
+    def register(self, buffer: torch.Tensor) -> bool:
+        """Register memory with CUDA if this process uses CUDA, so that a GPU copies directly to it.
+
+        Returns whether CUDA has registered the memory.
+        """
         if not (torch.cuda.is_initialized() and self.can_register):
-            return
+            return False
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0)
         if not int(error):
-            self.registered.add(path)
-            return
+            return True
         WeightFolder.can_register = False
         print(f"policy servers: CUDA cannot register memory ({error}), so syncs are slower", flush=True)
         with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel.
             torch.ones(1, device="cuda")
+        return False
 
     def unmap(self, path: Path) -> None:
         """Release the memory of a file. CUDA must forget it first, because its address may be used again."""
-        _, buffer = self.mapped.pop(path, ("", None))
-        if path in self.registered:
-            self.registered.remove(path)
+        _, buffer, is_registered = self.mapped.pop(path, ("", None, False))
+        if is_registered:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def write(self, number: int, pack) -> None:

@@ -9,8 +9,8 @@ The policy crosses a frozen lake of 4 x 4 squares to reach G, without stepping i
 shows the board, and on each square the policy reads where it is and which moves are safe. The board depends
 on the seed in the row, so there is one row per board. gymnasium rewards only reaching G; the check also finds
 moves that do not lead closer to G. The initial policy imitates a player who makes random safe moves.
-Needs gymnasium, and toy/ for the initial policy. Not covered: slippery ice, other sizes, and groups whose
-samples have different boards.
+Needs gymnasium, recipes/gcd_steps.py and gym_tasks.py, and toy/ for the initial policy. Not covered: slippery
+ice, other sizes, and groups whose samples have different boards.
 """
 
 import csv
@@ -20,17 +20,17 @@ import math
 import re
 import statistics
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workers load this file by its path
+from recipes.gcd_steps import fapo_result  # noqa: E402
+from recipes.gym_tasks import is_held_out  # noqa: E402
 
 MOVES = ("left", "down", "right", "up")  # gymnasium's actions 0 to 3
 MOST_MOVES = 12  # The shortest path to the opposite corner has six moves on nearly all boards.
 SEEDS = 2000  # The number of seeds for rows. Many of them have the same board.
-HELD_OUT = 9  # One board in nine, selected by its checksum, belongs to the test split.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,22 +115,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, *, penalt
     """Score 1 for reaching G, 1 - penalty if G was reached after a wasted move, and -1 otherwise."""
     reached = extra_info["reached"]
     wrong = first_wasted(extra_info["seed"], extra_info["squares"])
-    flawed = reached and wrong != -1
-    score = -1.0
-    if reached:
-        score = 1.0 - penalty * flawed
-    return {
-        "score": score,
-        "acc": reached,
-        "first_wrong": wrong,
-        "flawed_positive": flawed,
-        "fully_correct": reached and not flawed,
-        "moves": len(extra_info["squares"]) - 1,
-    }
+    return fapo_result(reached, wrong, penalty) | {"moves": len(extra_info["squares"]) - 1}
 
 
-def is_held_out(seed: int) -> bool:
-    return zlib.crc32("".join(board_of(seed)).encode()) % HELD_OUT == 0
+def belongs_to_test(seed: int) -> bool:
+    """Return whether this seed's board belongs to the test split, as one board in nine does."""
+    return is_held_out("".join(board_of(seed)))
 
 
 def make_rows(seeds) -> dict[str, list[dict]]:
@@ -142,7 +132,7 @@ def make_rows(seeds) -> dict[str, list[dict]]:
         if board in boards:
             continue
         boards.add(board)
-        split = "test" if is_held_out(seed) else "train"
+        split = "test" if belongs_to_test(seed) else "train"
         row = {
             "data_source": "frozen_lake",
             "prompt": [{"role": "user", "content": board}],
@@ -158,7 +148,7 @@ def wandering_game(rng: Random) -> list[str]:
     from toy.warm_start import ASSISTANT, END, USER
 
     seed = rng.randrange(10**6, 10**9)
-    while is_held_out(seed):
+    while belongs_to_test(seed):
         seed = rng.randrange(10**6, 10**9)
     game = new_game(seed)
     pieces = [f"{USER}{first_observation(seed)}{ASSISTANT}"]

@@ -71,29 +71,30 @@ def first_wrong(question: str, text: str) -> int:
     return len(paragraphs)  # The solution ends without an answer.
 
 
-def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, penalty=1.0) -> dict:
-    """Compute FAPO's score with the exact check as the judge.
+def fapo_result(acc: bool, first_wrong: int, penalty: float) -> dict:
+    """Return FAPO's result for an exact check, which found this first wrong step (-1: none).
 
-    Returns:
-        A dict. `score` is 1 for a fully correct solution, 1 - penalty if the answer is correct but a line is
-        wrong, and -1 for a wrong answer. The other keys are `acc`, `pred`, `first_wrong`, `flawed_positive`
-        and `fully_correct`.
+    The score is 1 for a fully correct sample, 1 - penalty if the answer is correct but a step is wrong, and
+    -1 for a wrong answer. The other keys are `acc`, `first_wrong`, `flawed_positive` and `fully_correct`.
     """
-    result = gym_tasks.compute_score(data_source, solution_str, ground_truth, extra_info)
-    acc = result["acc"]
-    wrong = first_wrong(extra_info["question"], solution_str)
-    flawed = acc and wrong != -1
+    flawed = acc and first_wrong != -1
     score = -1.0
     if acc:
         score = 1.0 - penalty * flawed
     return {
         "score": score,
         "acc": acc,
-        "pred": result["pred"],
-        "first_wrong": wrong,
+        "first_wrong": first_wrong,
         "flawed_positive": flawed,
         "fully_correct": acc and not flawed,
     }
+
+
+def compute_score_fapo(data_source, solution_str, ground_truth, extra_info, *, penalty=1.0) -> dict:
+    """Compute FAPO's score with the exact check as the judge. Returns fapo_result's keys and `pred`."""
+    result = gym_tasks.compute_score(data_source, solution_str, ground_truth, extra_info)
+    wrong = first_wrong(extra_info["question"], solution_str)
+    return fapo_result(result["acc"], wrong, penalty) | {"pred": result["pred"]}
 
 
 def compute_score_outcome(data_source, solution_str, ground_truth, extra_info) -> dict:

@@ -52,6 +52,7 @@ ROW = {
     "extra_info": {"price": 7, "said": []},
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+SAMPLING = dict(temperature=1.0, eos_ids={1}, seed=0, rollout_batch_size=8)
 
 
 def new_groups(prompts=PROMPTS, size=4):
@@ -455,10 +456,7 @@ def test_await_generate_is_not_accused_of_blocking(model, tokenizer, monkeypatch
             new_groups([[5]], 1),
             model=model,
             max_response_length=4,
-            temperature=1.0,
-            eos_ids={1},
-            seed=0,
-            rollout_batch_size=8,
+            **SAMPLING,
         )
     finally:
         rollouts.close()
@@ -1724,10 +1722,7 @@ def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
                 new_groups(),
                 model=model,
                 max_response_length=9,
-                temperature=1.0,
-                eos_ids={1},
-                seed=0,
-                rollout_batch_size=8,
+                **SAMPLING,
                 stop=stop,
             )
     finally:
@@ -1767,10 +1762,7 @@ def test_a_run_that_ends_waits_until_functions_have_cleaned_up(is_stopped, model
                 new_groups([[5]], 6),
                 model=model,
                 max_response_length=9,
-                temperature=1.0,
-                eos_ids={1},
-                seed=0,
-                rollout_batch_size=8,
+                **SAMPLING,
                 stop=stop,
             )
     finally:
@@ -1801,10 +1793,7 @@ def test_ctrl_c_ends_the_wait_for_cleanups(model, tokenizer, monkeypatch):
             new_groups([[5]], 3),
             model=model,
             max_response_length=9,
-            temperature=1.0,
-            eos_ids={1},
-            seed=0,
-            rollout_batch_size=8,
+            **SAMPLING,
         )
         with pytest.raises(KeyboardInterrupt):
             rollouts.close()

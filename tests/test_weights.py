@@ -137,7 +137,6 @@ def test_cuda_registers_each_file_or_says_once_that_it_cannot(tmp_path, monkeypa
     released = []
     cuda = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=released.append)
     monkeypatch.setattr(WeightFolder, "mapped", {})
-    monkeypatch.setattr(WeightFolder, "registered", set())
     folder = WeightFolder(str(tmp_path / "folder"), {})
     folder.map_file(7, 8)  # This process does not use CUDA.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
