@@ -885,15 +885,8 @@ async def chat(
         because vLLM was put to sleep), "http_error" or "timeout". For the last two statuses, the text
         describes the error. The number of tokens is None if the answer was shared.
     """
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    messages = []
-    # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
-    for message in prompt:
-        content = message["content"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        messages.append(message | {"content": content})
     body = {
-        "messages": messages,
+        "messages": _messages(prompt),
         "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -927,6 +920,18 @@ async def chat(
             return *shared.answer, None
     except TimeoutError:
         return "timeout", f"no response from {address} within {timeout_s:g} s (last error: {failure})", 0
+
+
+def _messages(prompt: str | list[dict]) -> list[dict]:
+    """Return the prompt as messages that are valid UTF-8."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = []
+    # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
+    for message in prompt:
+        content = message["content"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        messages.append(message | {"content": content})
+    return messages
 
 
 def _is_retryable(error):

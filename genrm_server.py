@@ -676,28 +676,18 @@ class VllmServer(Process):
             self.host = ray.util.get_node_ip_address()
         self.reserved = reserve_port(self.host)
         port = self.reserved.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            self.model,
-            "--host",
-            self.host,
-            "--port",
-            str(port),
-            "--served-model-name",
-            config.served_model_name,
-            "--tensor-parallel-size",
-            str(config.tensor_parallel_size),
-            "--disable-uvicorn-access-log",
-            "--middleware",
-            "router.SglangGenerate",
-            "--middleware",
-            "genrm_server.KeyGuard",
-            "--seed",
-            str(config.seed + index),
-        ]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--disable-uvicorn-access-log"]
+        command += ["--middleware", "router.SglangGenerate", "--middleware", "genrm_server.KeyGuard"]
+        flags = {
+            "--model": self.model,
+            "--host": self.host,
+            "--port": port,
+            "--served-model-name": config.served_model_name,
+            "--tensor-parallel-size": config.tensor_parallel_size,
+            "--seed": config.seed + index,
+        }
+        for flag, value in flags.items():
+            command += [flag, str(value)]
         env = dict(os.environ)
         env["VLLM_NO_USAGE_STATS"] = "1"
         env["VLLM_API_KEY"] = config.server_key

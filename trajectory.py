@@ -747,43 +747,27 @@ class Rollouts:
         """
         sampled_with = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
         sampling = sampling_parameters(**sampled_with)
+        sample = partial(
+            sample_round, model, decode=self.decode, rollout_batch_size=rollout_batch_size, **sampled_with
+        )
         wave = Wave(self, max_response_length, eos_ids, servers, sampling, rollout_batch_size)
         wave.arrange(groups, seed, step)
         ending = asyncio.run_coroutine_threadsafe(wave.run(), self.loop)
         ending.add_done_callback(lambda _: wave.events.put(("end", None)))
-        rounds = 0
-        checked = time.monotonic()
+
+        def check():
+            if servers:
+                servers.check()
+            if stop.is_set():
+                raise RuntimeError("interrupted during rollouts")
+
         try:
-            while True:
-                if time.monotonic() - checked >= 1.0:
-                    checked = time.monotonic()
-                    if servers:
-                        servers.check()
-                    if stop.is_set():
-                        raise RuntimeError("interrupted during rollouts")
-                try:
-                    kind, value = wave.events.get(timeout=1.0)
-                except queue.Empty:
-                    continue
-                if kind == "finished":
-                    on_finished(value)
-                elif kind == "round":
-                    round_seed = seed  # The first round samples like a run without --rollout-fn.
-                    if rounds:
-                        round_seed = Random(f"{seed}/round {rounds}").getrandbits(32)
-                    results = sample_round(
-                        model,
-                        value,
-                        self.decode,
-                        seed=round_seed,
-                        rollout_batch_size=rollout_batch_size,
-                        **sampled_with,
-                    )
-                    self.loop.call_soon_threadsafe(deliver, value, results)
-                    rounds += 1
-                else:
-                    ending.result()
-                    return
+            for number, turns in enumerate(rounds(wave.events, check, on_finished)):
+                round_seed = seed  # The first round samples like a run without --rollout-fn.
+                if number:
+                    round_seed = Random(f"{seed}/round {number}").getrandbits(32)
+                self.loop.call_soon_threadsafe(deliver, turns, sample(turns, seed=round_seed))
+            ending.result()
         finally:
             ending.cancel()
 
@@ -942,6 +926,31 @@ class Wave:
         if self.waiting and len(self.waiting) == self.unfinished:
             self.events.put(("round", [self.waiting[place] for place in sorted(self.waiting)]))
             self.waiting = {}
+
+
+def rounds(events: queue.SimpleQueue, check: Callable, on_finished: Callable):
+    """Yield the turns of each round that this process has to sample, until all rollouts have ended.
+
+    Args:
+        events: The events of a Wave.
+        check: Called about once a second. An exception that it raises ends the rollouts.
+        on_finished: Called with each sample that has ended.
+    """
+    checked = time.monotonic()
+    while True:
+        if time.monotonic() - checked >= 1.0:
+            checked = time.monotonic()
+            check()
+        try:
+            kind, value = events.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        if kind == "finished":
+            on_finished(value)
+        elif kind == "round":
+            yield value
+        else:
+            return
 
 
 def deliver(turns, results):
