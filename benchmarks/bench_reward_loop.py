@@ -4,14 +4,13 @@
     python benchmarks/bench_reward_loop.py --part speed     samples/s, CPU time and memory
     python benchmarks/bench_reward_loop.py --part overlap   a step with rewards streamed or in a batch
 
-Part "speed" scores 1,024 and 4,096 samples with a sync rule, an async function that waits 50 ms, and one that
-queries a fake judge through router.py (one pooled HTTP session per worker). It does so with 1, 2 and 4
-workers in a local Ray.
-  batch      score_batch of all samples, best of --repeats
+Part "speed" scores 1,024 and 4,096 samples with a sync rule, and with one that queries a fake judge through
+router.py (one pooled HTTP session per worker). It does so with 1, 2 and 4 workers in a local Ray.
+  batch      score_batch of all samples, best of three
   streamed   one score_one per sample from one event loop, in 512 lanes: each lane sends a sample as soon as
              the result of its previous one arrives
   CPU        milliseconds of CPU time per sample in the batch: the sum over driver, Ray, workers and grading
-             processes, plus the router and the fake judge in the third case
+             processes, plus the router and the fake judge in the second case
   memory     resident memory (RSS) of workers and grading processes (two processes each, because one watches
              the other); shared pages count more than once
 
@@ -23,20 +22,19 @@ Not covered: a GPU that rollouts and judge share.
 
 import asyncio
 import contextlib
-import json
 import random
 import re
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+BENCHMARKS = Path(__file__).resolve().parent
+sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
+REPEATS = 3  # number of batches per table row; the best one counts
+ROLLOUTS = 1024  # per step
+ROLLOUT_SLOTS = 128
 
 # ---- the reward functions (the workers load this file, so its imports are light)
 
@@ -48,12 +46,6 @@ def sync_rule(data_source, solution_str, ground_truth, extra_info):
         "score": 1.0 if found and found[-1].replace(",", "") == ground_truth else -1.0,
         "acc": bool(found),
     }
-
-
-async def waits_50_ms(data_source, solution_str, ground_truth, extra_info):
-    """Stand in for a remote judge that responds after 50 ms."""
-    await asyncio.sleep(0.05)
-    return 1.0
 
 
 session = None
@@ -73,7 +65,7 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
     body = {
         "model": "judge",
         "messages": [{"role": "user", "content": solution_str}],
-        "critique_tokens": extra_info.get("critique_tokens", 0),
+        "seconds": extra_info.get("seconds", 0.0),
     }
     async with session.post(f"http://{reward_router_address}/v1/chat/completions", json=body) as response:
         response.raise_for_status()
@@ -81,88 +73,33 @@ async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward
     return {"score": 1.0 if "-1" in text else 0.0, "acc": True}
 
 
-# ---- the fake judge, in a separate process
+# ---- the fake judge, in separate processes
 
 
-def judge_main(port: int, slots: int, seconds_per_1k: float) -> None:
-    """Serve at most `slots` chat completions at the same time, each for as long as its critique takes."""
-    from aiohttp import web
+async def serve_judge(port: str, slots: str, slowness: str) -> None:
+    from measuring import FakeServer, serve
 
-    free = asyncio.Semaphore(slots)
-    answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": "\\boxed{-1}"}}]})
-
-    async def complete(request):
-        body = await request.json()
-        if tokens := body.get("critique_tokens"):
-            async with free:
-                await asyncio.sleep(tokens / 1000 * seconds_per_1k)
-        return web.Response(text=answer, content_type="application/json")
-
-    async def health(request):
-        return web.Response()
-
-    app = web.Application(client_max_size=64 * 2**20)
-    app.router.add_post("/v1/chat/completions", complete)
-    app.router.add_get("/health", health)
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.install()
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for_health(port: int) -> None:
-    """Wait until GET /health returns 200. Raises TimeoutError after 30 s."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-                return
-        time.sleep(0.05)
-    raise TimeoutError(f"port {port}: no healthy server within 30 s")
+    await serve(FakeServer(int(slots), float(slowness)).handle, int(port))
+    await asyncio.Event().wait()
 
 
 @contextlib.contextmanager
-def judges(count: int, slots: int, seconds_per_1k: float):
-    """Start `count` fake judges with `slots` slots each behind router.py, and yield the router's address."""
-    ports = [free_port() for _ in range(count)]
-    code = "import sys; sys.path.insert(0, {!r}); import bench_reward_loop as b; b.judge_main({}, {}, {})"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code.format(str(Path(__file__).parent), port, slots, seconds_per_1k)]
-        )
-        for port in ports
-    ]
-    try:
-        for port in ports:
-            wait_for_health(port)
-        router_port = free_port()
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        command = [
-            sys.executable,
-            str(ROOT / "router.py"),
-            "--port",
-            str(router_port),
-            "--policy",
-            "least_loaded",
-            "--workers",
-            *urls,
-        ]
-        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        wait_for_health(router_port)
-        yield f"127.0.0.1:{router_port}"
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(20)
+def judges(count: int, slots: int, slowness: float):
+    """Start `count` fake judges behind router.py, and yield the router's address.
+
+    Each works on at most `slots` critiques at the same time, each for its seconds, multiplied by `slowness`.
+    """
+    from measuring import ROOT, free_port, servers
+
+    ports = [free_port() for _ in range(1 + count)]
+    commands = {}
+    for port in ports[1:]:
+        about = [port, slots, slowness]
+        commands[port] = [sys.executable, __file__, "--judge", *map(str, about)]
+    urls = [f"http://127.0.0.1:{port}" for port in commands]
+    router = [sys.executable, str(ROOT / "router.py"), "--port", str(ports[0]), "--policy", "least_loaded"]
+    with servers(commands), servers({ports[0]: [*router, "--workers", *urls]}):
+        yield f"127.0.0.1:{ports[0]}"
 
 
 # ---- part "speed"
@@ -203,17 +140,6 @@ def our_processes():
     return workers, everything
 
 
-def cpu_seconds(processes) -> float:
-    """Return the CPU time that these processes have used so far."""
-    import psutil
-
-    total = 0.0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            total += sum(process.cpu_times()[:2])
-    return total
-
-
 async def stream(manager, samples, lanes: int = 512) -> None:
     """Call score_one for every sample, with `lanes` calls at the same time."""
     left = iter(samples)
@@ -225,48 +151,46 @@ async def stream(manager, samples, lanes: int = 512) -> None:
     await asyncio.gather(*(lane() for _ in range(lanes)))
 
 
-def speed(config) -> None:
-    """Print the table of samples per second."""
+def measure_speed(reward_fn: str, options: dict, workers: int, counts) -> None:
+    """Print a row for each number of samples."""
+    from measuring import cpu_seconds
+
     from reward_loop import RewardLoopManager, RewardOptions
 
+    begun = time.monotonic()
+    options |= dict(reward_fn=f"{__file__}:{reward_fn}", num_workers=workers, max_in_flight=2048)
+    manager = RewardLoopManager(RewardOptions(**options))
+    manager.score_batch(make_samples(1))
+    first = time.monotonic() - begun
+    for count in counts:
+        samples = make_samples(count)
+        statuses = {result["status"] for result in manager.score_batch(samples)}  # warms up as well
+        assert statuses == {"ok"}, statuses
+        members, everything = our_processes()
+        cpu, times = cpu_seconds(everything), []
+        for _ in range(REPEATS):
+            begun = time.monotonic()
+            manager.score_batch(samples)
+            times.append(time.monotonic() - begun)
+        cpu = (cpu_seconds(everything) - cpu) / REPEATS / count * 1000
+        memory = sum(process.memory_info().rss for process in members) / 1e6
+        begun = time.monotonic()
+        asyncio.run(stream(manager, samples))
+        streamed = count / (time.monotonic() - begun)
+        print(f"| {reward_fn} | {workers} | {count:,} | {count / min(times):,.0f} | ", end="")
+        print(f"{streamed:,.0f} | {cpu:.2f} | {memory:.0f} | {first:.1f} |", flush=True)
+    manager.shutdown()
+
+
+def speed(config) -> None:
+    """Print the table of samples per second."""
     print("| function | workers | samples | batch samples/s | streamed samples/s | ", end="")
     print("CPU ms/sample | memory MB | start to first score s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with judges(1, 10**6, 0.0) as address:
-        for function in config.functions:
+        for reward_fn, options in ("sync_rule", {}), ("asks_judge", {"router_address": (address,)}):
             for workers in config.workers:
-                begun = time.monotonic()
-                options = RewardOptions(
-                    reward_fn=f"{__file__}:{function}", num_workers=workers, max_in_flight=2048
-                )
-                if function == "asks_judge":
-                    options.router_address = (address,)
-                manager = RewardLoopManager(options)
-                manager.score_batch(make_samples(1))
-                first = time.monotonic() - begun
-                for count in config.samples:
-                    samples = make_samples(count)
-                    assert {result["status"] for result in manager.score_batch(samples)} == {
-                        "ok"
-                    }  # warms up as well
-                    members, everything = our_processes()
-                    cpu, times = cpu_seconds(everything), []
-                    for _ in range(config.repeats):
-                        begun = time.monotonic()
-                        manager.score_batch(samples)
-                        times.append(time.monotonic() - begun)
-                    cpu = (cpu_seconds(everything) - cpu) / config.repeats / count * 1000
-                    memory = sum(process.memory_info().rss for process in members) / 1e6
-                    begun = time.monotonic()
-                    asyncio.run(stream(manager, samples))
-                    streamed = time.monotonic() - begun
-                    print(
-                        f"| {function} | {workers} | {count:,} | {count / min(times):,.0f} | "
-                        f"{count / streamed:,.0f} | {cpu:.2f} "
-                        f"| {memory:.0f} | {first:.1f} |",
-                        flush=True,
-                    )
-                manager.shutdown()
+                measure_speed(reward_fn, options, workers, config.samples)
 
 
 # ---- part "overlap"
@@ -277,34 +201,30 @@ def lognormal(rng: random.Random, mean: float, sigma: float, longest: float) -> 
     return min(mean * rng.lognormvariate(-sigma * sigma / 2, sigma), longest)
 
 
-def overlap(config) -> None:
+def overlap() -> None:
     """Print how long a step takes with judges of several speeds: without rewards, streamed, or in a batch."""
     import ray
 
     from reward_loop import RewardLoopManager, RewardOptions
 
     rng = random.Random(0)
-    samples = make_samples(config.rollouts)
-    for sample in samples:
-        sample["rollout_tokens"] = lognormal(rng, 1100, 0.7, 8192)
-        sample["extra_info"] |= {
-            "right": rng.random() < 0.5,
-            "critique_tokens": lognormal(rng, 3000, 0.7, 16384),
-        }
-    rollout_tokens = sum(sample["rollout_tokens"] for sample in samples)
-    critique_tokens = sum(
-        sample["extra_info"]["critique_tokens"] for sample in samples if sample["extra_info"]["right"]
-    )
-    print(f"{config.rollouts} rollouts of {rollout_tokens / len(samples):,.0f} tokens on average ", end="")
-    print(f"in {config.rollout_slots} slots, ", end="")
-    print(f"{config.rollout_s_per_1k} s per 1,000 tokens; {critique_tokens:,.0f} tokens of critiques")
+    samples = make_samples(ROLLOUTS)
+    critiques = 0.0
+    for sample in samples:  # The policy generates 1,000 tokens per second.
+        sample["rollout_seconds"] = lognormal(rng, 1.1, 0.7, 8.192)
+        sample["extra_info"]["right"] = rng.random() < 0.5
+        sample["extra_info"]["seconds"] = lognormal(rng, 3.0, 0.7, 16.384)
+        critiques += sample["extra_info"]["right"] * sample["extra_info"]["seconds"]
+    mean = sum(sample["rollout_seconds"] for sample in samples) / ROLLOUTS
+    print(f"{ROLLOUTS} rollouts of {1000 * mean:,.0f} tokens on average in {ROLLOUT_SLOTS} slots, ", end="")
+    print(f"1 s per 1,000 tokens; {1000 * critiques:,.0f} tokens of critiques")
 
     async def roll_out(after) -> float:
-        places = asyncio.Semaphore(config.rollout_slots)
+        places = asyncio.Semaphore(ROLLOUT_SLOTS)
 
         async def one(sample):
             async with places:
-                await asyncio.sleep(sample["rollout_tokens"] / 1000 * config.rollout_s_per_1k)
+                await asyncio.sleep(sample["rollout_seconds"])
             if after:  # The slot is free again before the reward is requested.
                 result = await after(sample)
                 assert result["status"] == "ok", result
@@ -320,9 +240,8 @@ def overlap(config) -> None:
     print("rollouts, then batch s | x alone |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for speedup, places in ((1, 512), (2, 256), (4, 128), (4, 32), (8, 64)):
-        seconds_per_1k = config.rollout_s_per_1k / speedup
-        load = critique_tokens / 1000 * seconds_per_1k / places / alone
-        with judges(2, places // 2, seconds_per_1k) as address:
+        load = critiques / speedup / places / alone
+        with judges(2, places // 2, 1 / speedup) as address:
             options = dict(router_address=(address,), num_workers=2, max_in_flight=2048)
             manager = RewardLoopManager(RewardOptions(reward_fn=f"{__file__}:asks_judge", **options))
             manager.score_batch(samples[:1])
@@ -332,11 +251,8 @@ def overlap(config) -> None:
             manager.score_batch(samples)
             batch = time.monotonic() - begun
             manager.shutdown()
-        print(
-            f"| {speedup} | {places} | {load:.0%} | {streamed:.2f} | {streamed / alone:.2f} | {batch:.2f} "
-            f"| {batch / alone:.2f} |",
-            flush=True,
-        )
+        print(f"| {speedup} | {places} | {load:.0%} | {streamed:.2f} | {streamed / alone:.2f} | ", end="")
+        print(f"{batch:.2f} | {batch / alone:.2f} |", flush=True)
 
 
 @dataclass
@@ -345,34 +261,29 @@ class Config:
 
     part: Literal["both", "speed", "overlap"] = "both"
     """What to measure."""
-    functions: tuple[str, ...] = ("sync_rule", "waits_50_ms", "asks_judge")
-    """Reward functions in this file to measure in part "speed"."""
     samples: tuple[int, ...] = (1024, 4096)
-    """Numbers of samples per batch."""
+    """Numbers of samples per batch in part "speed"."""
     workers: tuple[int, ...] = (1, 2, 4)
-    """Numbers of reward workers to try."""
-    repeats: int = 3
-    """Number of batches per table row. The best one counts."""
-    rollouts: int = 1024
-    """Number of rollouts per step in part "overlap"."""
-    rollout_slots: int = 128
-    """Maximum number of concurrent rollouts."""
-    rollout_s_per_1k: float = 1.0
-    """Seconds per 1,000 tokens of a rollout."""
+    """Numbers of reward workers to try in part "speed"."""
 
 
 def main() -> None:
     """Parse the command line and print the tables."""
+    if sys.argv[1:2] == ["--judge"]:  # this script as a fake judge
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve_judge(*sys.argv[2:]))
     import tyro
-    from bench_router import machine
+    from measuring import machine
 
     config = tyro.cli(Config)
     print(machine() + "\n")
-    if config.part in ("both", "speed"):
+    if config.part != "overlap":
         speed(config)
         print()
-    if config.part in ("both", "overlap"):
-        overlap(config)
+    if config.part != "speed":
+        overlap()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""What several benchmarks share: child processes, servers, CPU time, and the line about the machine.
+
+Not covered: measurements on a GPU (gpu_models.py).
+"""
+
+import asyncio
+import contextlib
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+CHAT = "/v1/chat/completions"
+
+
+def machine() -> str:
+    """Return the first line of a benchmark: cores, processor, vector units, Python and load."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
+    units = sorted({*text.split()} & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
+    version, load = platform.python_version(), os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, {name}, {' '.join(units)}, Python {version}, load {load:.1f}"
+
+
+@contextlib.contextmanager
+def started(commands: dict[str, list[str]], folder: Path, **environment):
+    """Start commands, each with the log FOLDER/NAME.log, and end them with their children afterwards."""
+    runs, environment = {}, {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1"} | os.environ | environment
+    try:
+        for name, command in commands.items():
+            with open(folder / f"{name}.log", "w") as log:
+                output = dict(stdout=log, stderr=log, start_new_session=True)
+                runs[name] = subprocess.Popen(command, cwd=ROOT, env=environment, **output)
+        yield runs
+    finally:
+        for run in runs.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def chat_request(size: int = 0) -> bytes:
+    """Return a chat completion request of `size` bytes, which all routers parse."""
+    start, end = b'{"model": "m", "messages": [{"role": "user", "content": "', b'"}]}'
+    return start + b"x" * max(1, size - len(start) - len(end)) + end
+
+
+@contextlib.contextmanager
+def servers(commands: dict[int, list[str]]):
+    """Start HTTP servers, {port: command}, wait until they answer, and end them afterwards.
+
+    Raises OSError if a server has ended, or has not answered a chat request within 60 s.
+    """
+    named = {str(port): command for port, command in commands.items()}
+    with tempfile.TemporaryDirectory() as folder, started(named, Path(folder)) as runs:
+        end = time.monotonic() + 60
+        for port, run in runs.items():
+            request = urllib.request.Request(f"http://127.0.0.1:{port}{CHAT}", chat_request())
+            request.add_header("Content-Type", "application/json")
+            while not answers(request):
+                if run.poll() is not None or time.monotonic() > end:
+                    command = " ".join(run.args)
+                    raise OSError(
+                        f"{command}: no response on port {port}; run the command by hand to see why"
+                    )
+                time.sleep(0.2)
+        yield runs
+
+
+def answers(request: urllib.request.Request) -> bool:
+    with contextlib.suppress(OSError):
+        with urllib.request.urlopen(request, timeout=5):
+            return True
+    return False
+
+
+async def serve(handle, port: int):
+    """Serve HTTP requests with this handler. Returns what ends it: `await runner.cleanup()`."""
+    from aiohttp import web
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner
+
+
+class FakeServer:
+    """A server whose chat completions take the request's `seconds`, multiplied by `slowness`.
+
+    Args:
+        slots: Number of requests that it works on at the same time.
+    """
+
+    def __init__(self, slots: int, slowness: float):
+        self.slots, self.slowness = asyncio.Semaphore(slots), slowness
+
+    async def handle(self, request):
+        from aiohttp import web
+
+        if request.method == "POST":
+            seconds = (await request.json()).get("seconds", 0.0) * self.slowness
+            if seconds:
+                async with self.slots:
+                    await asyncio.sleep(seconds)
+        return web.json_response({"choices": [{"message": {"content": "\\boxed{-1}"}}]})
+
+
+def cpu_seconds(processes) -> float:
+    """Return the CPU time that these processes have used so far."""
+    import psutil
+
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
+    return total
