@@ -148,7 +148,7 @@ OVERLOOKING = {  # FAPO with judges of different recall, from the second world's
     "fapo_oracle": "FAPO, oracle as judge",
 }
 OVERLOOKING_SHORT = {name: title for name, title in OVERLOOKING.items() if not name.endswith("_long")}
-OWN_JUDGES = {"first_judge": "the first world's flaws", "trained_judge": "the policies' own flaws"}
+OWN_JUDGES = ("first_judge", "trained_judge")
 SERVED = {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}
 BESIDE = {
     "rule": "outcome reward only",
@@ -168,7 +168,7 @@ TOOL_NAMES = {
     "prefix": "FAPO, good prefix spared",
     "vppo": "VPPO, FAPO's score",
 }
-COSTS = {"_cost0": "0", "_cost0.01": "0.01", "": "0.03", "_cost0.1": "0.1"}  # end of the name -> cost
+COSTS = ("_cost0", "_cost0.01", "", "_cost0.1")  # ends of names; see cost_of
 NORMALISED = {  # the outcome reward minus the cost, with other normalisations
     "outcome": "GRPO: divided by the std",
     "outcome_floor": "`floored`: divided by max(std, 0.5)",
@@ -379,9 +379,13 @@ def read() -> list[dict]:
     return [json.loads(line) for name in FILES for line in (FOLDER / name).read_text().splitlines()]
 
 
+def runs_of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
+    return [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
+
+
 def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     """Return the runs of an algorithm in these worlds (default: STANDARD). Raises ValueError if empty."""
-    found = [run for run in runs if run["algorithm"] == algorithm and run["world"] in (worlds or STANDARD)]
+    found = runs_of(runs, algorithm, *(worlds or STANDARD))
     if not found:
         where = " or ".join(worlds or STANDARD)
         raise ValueError(f"no finished run of {algorithm} in {where}; run make evidence first")
@@ -478,12 +482,17 @@ def num_runs_at_all(runs: list[dict], when: str) -> str:
     return str(len(runs))
 
 
+def cost_of(algorithm: str) -> str:
+    """Return the cost of a look-up, which is the end of the algorithm's name unless it is 0.03."""
+    return algorithm.partition("_cost")[2] or "0.03"
+
+
 def earned(runs: list[dict], when: str) -> str:
     """Return the outcome reward minus the cost of the look-ups, whatever the run's own reward."""
     found = []
     for run in runs:
-        cost = float(run["algorithm"].partition("_cost")[2] or 0.03)
-        found.append(2 * run[when]["shop/mean@1"] - 1 - cost * run[when]["shop/calls/mean@1"])
+        cost = float(cost_of(run["algorithm"])) * run[when]["shop/calls/mean@1"]
+        found.append(2 * run[when]["shop/mean@1"] - 1 - cost)
     return cell(found)
 
 
@@ -634,26 +643,16 @@ def each(titles: dict[str, str], worlds, first="", lead=(), optional=False) -> l
     return rows
 
 
-def own(world: str, titles: dict[str, str]) -> list[Row]:
-    return each(titles, (world,), first="rule", lead=[world[-1]], optional=True)
-
-
-def judge_rows() -> list[Row]:
+def by_checkpoint(titles: dict[str, str], worlds, first="rule") -> list[Row]:
+    """Return the rows of `each` for one checkpoint after the other, which is the first cell."""
     rows = []
-    for title, worlds in ("three judges", STANDARD), ("narrow judge", ("narrow",)):
-        for when, trained in ("before", "warm-started"), ("after", "after GRPO"):
-            for way, label in WAYS.items():
-                rows.append(Row([f"{title}, {trained}, {label}"], "trained_judge", worlds, when, way))
+    for world in worlds:
+        rows += each(titles, (world,), first, [world[-1]], optional=True)
     return rows
 
 
-def own_judge_rows() -> list[Row]:
-    rows = []
-    for way, label in WAYS.items():
-        rows.append(Row([f"warm-started, {label}"], "first_judge", OWN[1:2], "before", way))
-        for name, title in OWN_JUDGES.items():
-            rows.append(Row([f"trained on {title}, {label}"], name, OWN[1:2], "after", way))
-    return rows
+def judge_row(title: str, algorithm: str, worlds, when: str, way: str) -> Row:
+    return Row([f"{title}, {WAYS[way]}"], algorithm, worlds, when, way)
 
 
 def classified_rows() -> list[Row]:
@@ -666,28 +665,18 @@ def classified_rows() -> list[Row]:
 
 def cost_rows() -> list[Row]:
     return [
-        Row([cost, TOOL_NAMES[name]], name + end, SHOP)
-        for name in ("outcome", "fapo")
-        for end, cost in COSTS.items()
+        Row([cost_of(end), title], name + end, SHOP)
+        for name, title in OUTCOME_AND_FAPO.items()
+        for end in COSTS
     ]
 
 
 def normalised_rows() -> list[Row]:
     """Return rows for checkpoint 0 of the world with a tool. Each cost begins with the initial policy."""
     rows = []
-    for end, cost in {"_cost0.003": "0.003", **COSTS}.items():
-        if cost not in ("0", "0.1"):
-            titles = {name + end: title for name, title in NORMALISED.items()}
-            rows += each(titles, SHOP[:1], first="outcome" + end, lead=[cost], optional=True)
-    for row in rows:
-        row.optional = True
-    return rows
-
-
-def start_rows() -> list[Row]:
-    rows = []
-    for number_of, world in enumerate(STANDARD):
-        rows += each(NAMES, (world,), first="rule", lead=[str(number_of)])
+    for end in ("_cost0.003", "_cost0.01", ""):
+        titles = {name + end: title for name, title in NORMALISED.items()}
+        rows += each(titles, SHOP[:1], first="outcome" + end, lead=[cost_of(end)], optional=True)
     return rows
 
 
@@ -722,8 +711,7 @@ def cell_of(column, row: Row, some: list[dict], runs: list[dict]) -> str:
     """Return a cell. `some` are the row's runs; a column of another world selects its own from all runs."""
     if isinstance(column, tuple):
         column, world = column
-        place = (row.algorithm, world.format(row.worlds[0][-1]))
-        some = [run for run in runs if (run["algorithm"], run["world"]) == place]
+        some = runs_of(runs, row.algorithm, world.format(row.worlds[0][-1]))
     if not some:
         return ""
     if isinstance(column, str):
@@ -734,11 +722,25 @@ def cell_of(column, row: Row, some: list[dict], runs: list[dict]) -> str:
 
 
 WAYS = {"mean@1": "temperature 1", "greedy": "greedy"}
+JUDGES = [
+    ("three judges, warm-started", "trained_judge", STANDARD, "before"),
+    ("three judges, after GRPO", "trained_judge", STANDARD, "after"),
+    ("narrow judge, warm-started", "trained_judge", ("narrow",), "before"),
+    ("narrow judge, after GRPO", "trained_judge", ("narrow",), "after"),
+]
+TRAINED = [
+    ("warm-started", "first_judge", OWN[1:2], "before"),
+    ("trained on the first world's flaws", "first_judge", OWN[1:2], "after"),
+    ("trained on the policies' own flaws", "trained_judge", OWN[1:2], "after"),
+]
 IN_BOTH = [
     Row(["judge trained on flaws of every kind"], "fapo_judge", STANDARD),
     Row(["judge trained on forgotten carries only"], "fapo_judge", ("narrow",)),
 ]
-IN_OWN_USE = {name: f"judge trained on {OWN_JUDGES[judge]}" for name, judge in SERVED.items()}
+IN_OWN_USE = {
+    "fapo_first_judge": "judge trained on the first world's flaws",
+    "fapo_judge": "judge trained on the policies' own flaws",
+}
 OUTCOME_AND_FAPO = {name: TOOL_NAMES[name] for name in ("outcome", "fapo")}
 PAGE_TABLES = {
     "policies": Table([HELD_OUT], COLUMNS, each(FIRST_TABLE, STANDARD, first="rule")),
@@ -762,12 +764,12 @@ CSV_TABLES = {
     "second_world": Table(
         ["checkpoint", HELD_OUT],
         OWN_COLUMNS,
-        own(OWN[0], OWN_ALGORITHMS | VARIANTS | SCHEDULED)
-        + own(OWN[1], OWN_ALGORITHMS | OVERLOOKING)
-        + own(OWN[2], OWN_ALGORITHMS),
+        by_checkpoint(OWN_ALGORITHMS | VARIANTS | SCHEDULED, OWN[:1])
+        + by_checkpoint(OWN_ALGORITHMS | OVERLOOKING, OWN[1:2])
+        + by_checkpoint(OWN_ALGORITHMS, OWN[2:]),
     ),
     "kinds_of_flaws": Table(["flawed positives, last ten steps"], KINDS, each(OWN_ALGORITHMS, OWN)),
-    "first_world": Table(["checkpoint", HELD_OUT], COLUMNS, start_rows()),
+    "first_world": Table(["checkpoint", HELD_OUT], COLUMNS, by_checkpoint(NAMES, STANDARD)),
     "penalties": Table([HELD_OUT], COLUMNS, each(PENALTIES, ("warm0",))),
     "weak_start": Table([HELD_OUT], COLUMNS, each(TWO, ("weak",), first="rule")),
     "algorithms": Table(
@@ -776,18 +778,14 @@ CSV_TABLES = {
         each(ALGORITHMS, COMPARED[:1], lead=["1"], optional=True)
         + each(ALGORITHMS, COMPARED, lead=["3"], optional=True),
     ),
-    "judges": Table(["512 held-out solutions"], OF_JUDGES, judge_rows()),
-    "own_judges": Table(["512 held-out solutions"], OF_JUDGES, own_judge_rows()),
-    "own_judges_in_use": Table(["last ten steps"], IN_USE | MISSED, each(IN_OWN_USE, OWN[1:2])),
-    "shop": Table(
-        ["checkpoint", HELD_OUT],
-        TOOL_COLUMNS,
-        [
-            row
-            for world in SHOP
-            for row in each(TOOL_NAMES, (world,), first="outcome", lead=[world[-1]], optional=True)
-        ],
+    "judges": Table(
+        ["512 held-out solutions"], OF_JUDGES, [judge_row(*about, way) for about in JUDGES for way in WAYS]
     ),
+    "own_judges": Table(
+        ["512 held-out solutions"], OF_JUDGES, [judge_row(*about, way) for way in WAYS for about in TRAINED]
+    ),
+    "own_judges_in_use": Table(["last ten steps"], IN_USE | MISSED, each(IN_OWN_USE, OWN[1:2])),
+    "shop": Table(["checkpoint", HELD_OUT], TOOL_COLUMNS, by_checkpoint(TOOL_NAMES, SHOP, "outcome")),
     "shop_flaws": Table(
         ["fraction of the 512 problems"],
         TOOL_KINDS,
@@ -819,33 +817,24 @@ RANKINGS = {  # worlds, flags and titles of the algorithms, and the metrics to s
 
 def ranking(runs: list[dict], worlds, flags: dict[str, str], titles: dict[str, str], correct: str, rate: str):
     """Rank the algorithms that have runs from each checkpoint. Each cell is the median over the seeds."""
-
-    def medians(key):
-        return [median(run["after"][f"{key}/mean@1"] for run in of(runs, name, world)) for world in worlds]
-
     ranked = []
     for name, arguments in flags.items():
         if not {run["world"] for run in runs if run["algorithm"] == name}.issuperset(worlds):
             continue
         every = of(runs, name, *worlds)
-        scores = medians(correct)
-        numbers = [*scores, fmean(scores), fmean(medians(rate))]
+        scores, rates = [], []
+        for world in worlds:
+            ends = [run["after"] for run in of(runs, name, world)]
+            scores.append(median(end[f"{correct}/mean@1"] for end in ends))
+            rates.append(median(end[f"{rate}/mean@1"] for end in ends))
+        cells = [f"{value:.2f}" for value in (*scores, fmean(scores), fmean(rates))]
         # The fastest run counts, because other runs shared its core.
         seconds = min(run["seconds"] for run in every if "seconds" in run)
-        cells = [titles[name].replace("`", ""), *(f"{value:.2f}" for value in numbers)]
         cells += [median_calls(every, "after"), f"{seconds:.0f}", str(len(every))]
         cells.append(f"`{arguments}`" if arguments else "none")
-        ranked.append((-fmean(scores), cells))
-    heads = [
-        "method",
-        *(f"checkpoint {world[-1]}" for world in worlds),
-        "mean",
-        "flawed-positive rate",
-        "judge calls per step",
-        "seconds",
-        "runs",
-        "FLAGS",
-    ]
+        ranked.append((-fmean(scores), [titles[name].replace("`", ""), *cells]))
+    heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate"]
+    heads += ["judge calls per step", "seconds", "runs", "FLAGS"]
     return table(heads, *(cells for _, cells in sorted(ranked)))
 
 
@@ -913,27 +902,33 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def draw_panels(name: str, shown: dict[str, list[dict]], titles: dict[str, str]) -> None:
-    """Plot PANELS side by side. `shown` maps each algorithm to its runs."""
-    figure, axes = panels(13.5, 4.2, 1, 3, sharey=True)
-    for axis, (key, title) in zip(axes, PANELS.items()):
+def draw_panels(
+    name: str, shape: tuple, places: list[tuple], titles: dict[str, str], fontsize, sharey
+) -> None:
+    """Plot curves. `places` contains the title, the metric and the runs by algorithm for each panel."""
+    figure, axes = panels(*shape, sharey=sharey)
+    for axis, (title, key, shown) in zip(axes, places):
         for algorithm, some in shown.items():
-            band(axis, [run["curves"][key] for run in some], COLOURS[algorithm], titles[algorithm])
-        axis.set_title(title)
+            if some:
+                band(axis, [run["curves"][key] for run in some], COLOURS[algorithm], titles[algorithm])
+        axis.set_title(title, fontsize=fontsize)
     save(figure, name)
+
+
+def draw_three(name: str, shown: dict[str, list[dict]], titles: dict[str, str]) -> None:
+    """Plot PANELS side by side. `shown` maps each algorithm to its runs."""
+    places = [(title, key, shown) for key, title in PANELS.items()]
+    draw_panels(name, (13.5, 4.2, 1, 3), places, titles, "large", True)
 
 
 def draw_second_world(runs: list[dict]) -> None:
     """Plot each algorithm from each checkpoint: flawed positives above, fully correct answers below."""
-    figure, axes = panels(1 + 4.3 * len(OWN), 7.6, 2, len(OWN), sharey="row")
-    places = [(key, world) for key in ("oracle_flawed_positive_rate", "truly_correct") for world in OWN]
-    for axis, (key, world) in zip(axes, places):
-        for name, label in OWN_ALGORITHMS.items():
-            some = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
-            if some:
-                band(axis, [run["curves"][key] for run in some], COLOURS[name], label)
-        axis.set_title(f"checkpoint {world[-1]}: {PANELS[key]}", fontsize=10)
-    save(figure, "second_world.png")
+    places = []
+    for key in ("oracle_flawed_positive_rate", "truly_correct"):
+        for world in OWN:
+            shown = {name: runs_of(runs, name, world) for name in OWN_ALGORITHMS}
+            places.append((f"checkpoint {world[-1]}: {PANELS[key]}", key, shown))
+    draw_panels("second_world.png", (13.9, 7.6, 2, 3), places, OWN_ALGORITHMS, 10, "row")
 
 
 def draw_weak_start(runs: list[dict]) -> None:
@@ -981,7 +976,7 @@ def draw_variants(runs: list[dict]) -> None:
     for place, (name, title) in enumerate(VARIANTS.items()):
         labels.append(title.format(steps=of(runs, name, OWN[0])[0]["steps"]).replace("`", ""))
         for world, (_, colour, marker, shift) in worlds.items():
-            some = [run for run in runs if (run["world"], run["algorithm"]) == (world, name)]
+            some = runs_of(runs, name, world)
             found = [run["after"]["toy/oracle_flawed_positive_rate/mean@1"] for run in some]
             if found:
                 height = place + shift
@@ -1025,18 +1020,18 @@ def draw_shop(runs: list[dict]) -> None:
         ends.annotate(label, (1.6, values[2] + 0.05), color=colour)
     ends.set(title="fully correct after 40 steps: each run, and the median", xlabel="cost per call")
     ends.set_ylim(-0.02, 1.02)
-    ends.set_xticks(range(len(COSTS)), COSTS.values())
+    ends.set_xticks(range(len(COSTS)), map(cost_of, COSTS))
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(FOLDER / "shop.png")
 
 
 def draw(runs: list[dict]) -> None:
-    draw_panels("policies.png", {name: of(runs, name) for name in NAMES}, NAMES)  # nine runs each
+    draw_three("policies.png", {name: of(runs, name) for name in NAMES}, NAMES)  # nine runs each
     longer = {name: of(runs, long, OWN[0]) for name, long in LONG.items()}
-    draw_panels("second_world_long.png", longer, OWN_ALGORITHMS)
+    draw_three("second_world_long.png", longer, OWN_ALGORITHMS)
     beside = {name: of(runs, name, COMPARED[0]) for name in ("rule", *CLASSIFIED, "fapo_judge")}
-    draw_panels("classifier.png", beside, BESIDE)
+    draw_three("classifier.png", beside, BESIDE)
     for figure in (draw_weak_start, draw_second_world, draw_judges, draw_variants, draw_shop):
         figure(runs)
 

@@ -498,7 +498,9 @@ def test_the_second_worlds_tables(evidence):
         return about | dict(curves=curves) | figures
 
     def cells(runs, names, world="own0"):
-        table = evidence.Table(["checkpoint", "problems"], evidence.OWN_COLUMNS, evidence.own(world, names))
+        table = evidence.Table(
+            ["checkpoint", "problems"], evidence.OWN_COLUMNS, evidence.by_checkpoint(names, (world,))
+        )
         return [one[1:] for one in table.cells(runs)]
 
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
