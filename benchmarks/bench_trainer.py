@@ -2,7 +2,6 @@
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
     python benchmarks/bench_trainer.py --model FOLDER   # also your own model, such as SmolLM2-135M
-    python benchmarks/bench_trainer.py --long           # also 300 + 1,000 tokens per sample, tiny model
     python benchmarks/bench_trainer.py --memory         # only the peak memory of one update of 8,192 tokens
 
 TRL is included if this Python can import it: pip install "trl==1.16.*" next to the project's packages.
@@ -11,8 +10,8 @@ Speed: both sides generate, score and make one AdamW update with the same settin
 temperature 1, token-mean loss clipped to 0.8..1.28, no KL term. TRL runs both with gradient checkpointing
 (its default) and without it. No token ends a completion, so all completions have full length. The sides take
 turns in separate processes with the same number of threads. The table shows medians over all steps. The
-median of each round shows how much the machine's speed drifts; the best step is affected least. Generation
-includes decoding.
+median of each round shows how much the machine's speed drifts. Generation includes decoding, and the update
+includes scoring.
 
 Same loss: the script records the samples, rewards, loss and gradient norm of TRL's first step, in which one
 token in sixteen ends completions. Our compute_advantages and Policy.update get the same samples and weights.
@@ -29,10 +28,8 @@ bench_reward_loop.py).
 import contextlib
 import importlib.util
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,11 +39,10 @@ from statistics import median
 
 import torch
 import tyro
+from measuring import machine, started
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from algorithm import compute_advantages, compute_policy_loss
 from policy import Policy, Sample
 from rollout import rollout_hf
@@ -55,7 +51,7 @@ from toy import toy_world, warm_start
 from toy.report import table
 
 GROUP = 8
-PARTS = ("generation", "scoring", "update", "step", "cpu")  # parts of a step, in seconds
+PARTS = ("generation", "update", "step")  # in seconds
 NEVER = 1 << 30  # an end token that no model can sample
 # TRL adds 1e-4 to the standard deviation and we add 1e-6, which is small compared with the spread of scores.
 TOLERANCE = 1e-3
@@ -67,16 +63,8 @@ class Config:
 
     model: str = ""
     """Folder of a second model to measure, with 16 completions (2 prompts x 8) of 32 tokens per step."""
-    tiny_steps: int = 10
-    """Timed steps per round for the tiny model, with 64 completions (8 prompts x 8) of 64 tokens per step."""
-    model_steps: int = 2
-    """Timed steps per round for --model."""
-    long: bool = False
-    """Also measure the tiny model on long texts: 2 prompts of 300 tokens x 8 completions of 1,000 tokens."""
     rounds: int = 2
     """Number of rounds, each in a new process per side."""
-    num_threads: int = 0
-    """Number of CPU threads per side; 0: torch's default."""
     memory: bool = False
     """Measure memory instead of speed."""
 
@@ -120,7 +108,7 @@ def run_ours(job: dict) -> dict:
 
     for step in range(1 + job["steps"]):
         samples = [Sample({}, prompt) for prompt in prompts for _ in range(GROUP)]
-        begun, cpu_begun = time.perf_counter(), time.process_time()
+        begun = time.perf_counter()
         rollout_hf(
             policy.model,
             samples,
@@ -133,19 +121,10 @@ def run_ours(job: dict) -> dict:
         )
         generated = time.perf_counter()
         rewards = [score(sample.text) for sample in samples]
-        scored = time.perf_counter()
         policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
-        steps.append(
-            {
-                "generation": generated - begun,
-                "scoring": scored - generated,
-                "update": end - scored,
-                "step": end - begun,
-                "cpu": time.process_time() - cpu_begun,
-                "tokens": sum(len(sample.response_ids) for sample in samples),
-            }
-        )
+        times = zip(PARTS, (generated - begun, end - generated, end - begun))
+        steps.append(dict(times) | {"tokens": sum(len(sample.response_ids) for sample in samples)})
     return {"steps": steps[1:]}  # The first step is a warm-up.
 
 
@@ -165,9 +144,7 @@ def run_trl(job: dict) -> dict:
             return result
 
         def _calculate_rewards(self, *arguments):
-            begun = time.perf_counter()
             result = super()._calculate_rewards(*arguments)
-            now["scoring"] = time.perf_counter() - begun
             first.setdefault("rewards", result[:, 0].tolist())
             return result
 
@@ -186,10 +163,9 @@ def run_trl(job: dict) -> dict:
             if state.global_step == 1:
                 set_end_tokens(trainer, [NEVER])
             else:
-                now["step"] = time.perf_counter() - now["begun"]
-                now["cpu"] = time.process_time() - now["cpu_begun"]
-                steps.append(now | {"update": now["step"] - now["generation"] - now["scoring"]})
-            now.update(begun=time.perf_counter(), cpu_begun=time.process_time())
+                seconds = time.perf_counter() - now["begun"]
+                steps.append(now | {"step": seconds, "update": seconds - now["generation"]})
+            now["begun"] = time.perf_counter()
 
     def reward(completions, **_):
         return [score(completion[0]["content"]) for completion in completions]
@@ -264,7 +240,6 @@ def run_memory(job: dict) -> dict:
 def work(path: Path) -> None:
     job = json.loads(path.read_text())
     torch.manual_seed(0)
-    torch.set_num_threads(job["threads"])
     run = {"ours": run_ours, "trl": run_trl, "check": run_check, "memory": run_memory}[job["kind"]]
     path.write_text(json.dumps(run(job)))
 
@@ -275,22 +250,17 @@ def in_child(job: dict) -> dict:
     Raises RuntimeError if it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder, "job.json"), Path(folder, "log")
+        path, log = Path(folder, "job.json"), Path(folder, "log.log")
         path.write_text(json.dumps(job | {"folder": folder}))
         command = [sys.executable, __file__, "--worker", str(path)]
-        with log.open("w") as output:
-            offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-            child = subprocess.Popen(command, stdout=output, stderr=output, env=offline)
-            try:
-                while child.poll() is None:
-                    if megabytes("MemAvailable", "/proc/meminfo") < 1000:
-                        raise RuntimeError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
-                    time.sleep(0.1)
-            finally:
-                child.kill()
-                child.wait()
-        if child.returncode:
-            raise RuntimeError(f"{job['kind']}: exit code {child.returncode}\n{log.read_text()[-3000:]}")
+        with started({"log": command}, Path(folder)) as runs:
+            while runs["log"].poll() is None:
+                if megabytes("MemAvailable", "/proc/meminfo") < 1000:
+                    raise RuntimeError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
+                time.sleep(0.1)
+        code = runs["log"].returncode
+        if code:
+            raise RuntimeError(f"{job['kind']}: exit code {code}\n{log.read_text()[-3000:]}")
         return json.loads(path.read_text())
 
 
@@ -312,7 +282,7 @@ def compare(title: str, job: dict, num_rounds: int, with_trl: bool) -> bool:
             first = first or found.get("first")
     print(
         f"\n{title}: {len(job['prompts'])} prompts x {GROUP}, {job['length']} tokens each, "
-        f"{num_rounds} rounds of {job['steps']} steps, {job['threads']} threads\n"
+        f"{num_rounds} rounds of {job['steps']} steps, {torch.get_num_threads()} threads\n"
     )
     rows = []
     ours = 0.0  # our median seconds per step
@@ -322,10 +292,9 @@ def compare(title: str, job: dict, num_rounds: int, with_trl: bool) -> bool:
         ours = ours or medians["step"]
         each = ", ".join(f"{median(step['step'] for step in some):.3f}" for some in of_side)
         rate = median(step["tokens"] / step["step"] for step in steps)
-        cells = [f"{medians[part]:.3f}" for part in PARTS]
-        cells += [each, f"{min(step['step'] for step in steps):.3f}", f"{rate:,.0f}"]
+        cells = [*(f"{value:.3f}" for value in medians.values()), each, f"{rate:,.0f}"]
         rows.append([name, *cells, f"{medians['step'] / ours:.2f}"])
-    heads = ["seconds", *PARTS, "step in each round", "best step", "tokens/s", "step / ours"]
+    heads = ["seconds", *PARTS, "step in each round", "tokens/s", "step / ours"]
     print(table(heads, *rows), flush=True)
     return not with_trl or check_loss(title, job, first)
 
@@ -356,26 +325,22 @@ def tiny_model():
         yield folder, problems
 
 
-def compare_speed(config: Config, threads: int) -> bool:
+def compare_speed(config: Config) -> bool:
     with_trl = importlib.util.find_spec("trl") is not None
     with tiny_model() as (folder, problems):
-        tiny = {"model": folder, "prompts": problems, "length": 64, "steps": config.tiny_steps}
-        jobs = {"A Llama of 1 M parameters": tiny}
-        if config.long:
-            prompts = [" ".join(problems * 99)[:n] for n in (900, 880)]  # about 300 tokens
-            jobs["The same with long texts"] = tiny | {"prompts": prompts, "length": 1000, "steps": 1}
+        jobs = {"A Llama of 1 M parameters": dict(model=folder, prompts=problems, length=64, steps=10)}
         if config.model:
-            other = {"model": config.model, "steps": config.model_steps}
-            jobs[Path(config.model).name] = other | {"prompts": problems[:2], "length": 32}
-        same = [
-            compare(title, job | {"threads": threads}, config.rounds, with_trl) for title, job in jobs.items()
-        ]
+            other = dict(model=config.model, prompts=problems[:2], length=32, steps=2)
+            jobs[Path(config.model).name] = other
+        same = []
+        for title, job in jobs.items():
+            same.append(compare(title, job, config.rounds, with_trl))
     if not with_trl:
         print('\nTRL is not installed in this environment; to compare with it, run pip install "trl==1.16.*"')
     return all(same)
 
 
-def compare_memory(threads: int) -> None:
+def compare_memory() -> None:
     print(
         "Peak memory of one update of one sequence, in addition to weights, gradients and moments; "
         "vocabulary 151,936, hidden size 256, float32\n"
@@ -388,7 +353,7 @@ def compare_memory(threads: int) -> None:
         if plain and needed > free:
             tokens = int(tokens * free / needed)
             name += " (fewer tokens, to fit into memory)"
-        found = in_child({"kind": "memory", "plain": plain, "tokens": tokens, "threads": threads})
+        found = in_child({"kind": "memory", "plain": plain, "tokens": tokens})
         numbers = (tokens, found["above"], found["before"], found["seconds"])
         rows.append([name, *(f"{value:,.0f}" for value in numbers)])
     print(table(["", "response tokens", "additional MB", "MB before", "seconds"], *rows))
@@ -399,15 +364,12 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         work(Path(sys.argv[2]))
         return
-    from bench_router import machine
-
     config = tyro.cli(Config)
-    threads = config.num_threads or torch.get_num_threads()
     print(machine())
     try:
         if config.memory:
-            compare_memory(threads)
-        elif not compare_speed(config, threads):
+            compare_memory()
+        elif not compare_speed(config):
             raise SystemExit(1)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

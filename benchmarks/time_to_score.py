@@ -12,7 +12,7 @@ decoding; the score is the fraction that the reward function calls correct (acc)
 
 The clock of a side starts with its process, includes imports and Ray, and stops during evaluations. The sides
 take turns, because other work on the machine should slow both down alike: one side is stopped while the other
-runs. The script also prints the CPU time of each trainer's main process in seconds.
+runs. The table has the CPU time of each trainer's main process; the file of --out has both times.
 
 Not covered: GPUs, vLLM, and TRL's evaluation loop (the script calls model.generate directly).
 """
@@ -20,7 +20,6 @@ Not covered: GPUs, vLLM, and TRL's evaluation loop (the script calls model.gener
 import contextlib
 import inspect
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -32,9 +31,11 @@ from pathlib import Path
 
 import tyro
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+from measuring import started
+
 WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+TURN = 10.0  # duration of a turn in seconds
 
 
 @dataclass
@@ -59,8 +60,6 @@ class Config:
     length: int = 112  # Maximum number of tokens per response.
     lr: float = 1e-4  # Learning rate, after a warm-up over the first five steps.
     threads: int = 1  # Number of CPU threads per side.
-    turn: float = 10.0  # Duration of a turn in seconds. 0: the sides run one after the other.
-    limit: float = 3600.0  # Time limit for all sides of a seed in seconds. Unfinished runs are then stopped.
 
 
 def write_rows(path: Path, most: int | None, suffix: str, out: Path) -> None:
@@ -75,7 +74,7 @@ def write_rows(path: Path, most: int | None, suffix: str, out: Path) -> None:
     out.write_text("".join(lines))
 
 
-def rows_of(path: str) -> list[dict]:
+def rows_of(path: str | Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
@@ -126,6 +125,7 @@ def run_ours(job: dict, events: Events) -> None:
 
 
 def run_trl(job: dict, events: Events) -> None:
+    sys.path.insert(0, job["trl"])
     import torch
     from transformers import TrainerCallback
 
@@ -189,59 +189,20 @@ def run_trl(job: dict, events: Events) -> None:
 # ---- both sides: turns, and curves over the running time of a side
 
 
-class Side:
-    """A trainer in a separate process group, which is stopped while another side runs."""
-
-    def __init__(self, job: dict, config: Config):
-        self.name = job["side"]
-        self.events = Path(job["folder"], f"{self.name}.jsonl")
-        self.log = Path(job["folder"], f"{self.name}.log")
-        self.turns = []  # (start, end) of each turn
-        self.was_stopped = False
-        path = Path(job["folder"], f"{self.name}.job")
-        path.write_text(json.dumps(job | {"events": str(self.events)}))
-        environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
-        # By default, a waiting thread spins, which would count as CPU time.
-        environment["OMP_WAIT_POLICY"] = "passive"
-        if self.name != "ours":
-            environment["PYTHONPATH"] = str(config.trl.expanduser())
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, "--worker", str(path)],
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
-            )
-
-    def run_for(self, seconds: float) -> bool:
-        """Let the process run for a while. Returns whether it is still running afterwards."""
-        begun = time.monotonic()
-        self.process.send_signal(signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds or None)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGSTOP)
-        self.turns.append((begun, time.monotonic()))
-        return self.process.poll() is None
-
-    def stop(self) -> None:
-        """End the process if it is still running, and give Ray time to end its processes."""
-        if self.process.poll() is None:
-            self.was_stopped = True
-            self.process.send_signal(signal.SIGTERM)
-            self.process.send_signal(signal.SIGCONT)
+def take_turns(runs: dict[str, subprocess.Popen]) -> dict[str, list[tuple[float, float]]]:
+    """Let one process run at a time, until all have ended. Returns the start and end of each one's turns."""
+    turns = {side: [] for side in runs}
+    for run in runs.values():
+        run.send_signal(signal.SIGSTOP)
+    while any(run.poll() is None for run in runs.values()):
+        for side, run in runs.items():
+            begun = time.monotonic()
+            run.send_signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
-        self.process.kill()
-        self.process.wait()
-
-    def curve(self) -> dict:
-        if self.process.returncode and not self.was_stopped:
-            code = self.process.returncode
-            raise RuntimeError(f"{self.name}: exit code {code}\n{self.log.read_text()[-3000:]}")
-        events = [json.loads(line) for line in self.events.read_text().splitlines()]
-        return {"side": self.name} | curve_of(events, self.turns)
+                run.wait(TURN)
+            run.send_signal(signal.SIGSTOP)
+            turns[side].append((begun, time.monotonic()))
+    return turns
 
 
 def own_seconds(turns: list[tuple[float, float]], moment: float) -> float:
@@ -274,36 +235,39 @@ def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
 
 
 def compare(config: Config, seed: int) -> list[dict]:
-    """Return the curves of all sides for one seed."""
+    """Return the curves of all sides for one seed. Raises RuntimeError if a side fails."""
     from grpo_trainer import draw
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        files = {name: Path(folder, f"{name}.jsonl") for name in ("train_file", "val_file")}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = {"train_file": folder / "train.jsonl", "val_file": folder / "val.jsonl"}
         write_rows(config.train_file, None, config.suffix, files["train_file"])
         write_rows(config.val_file, config.num_val, config.suffix, files["val_file"])
         # The prompts of all steps, in the order in which our trainer draws them.
-        drawn = Path(folder, "drawn.jsonl")
+        drawn = folder / "drawn.jsonl"
         lines = files["train_file"].read_text().splitlines(keepends=True)
         drawn.write_text("".join(draw(lines, 0, config.prompts * config.steps, seed)))
-        sides = []
-        for name in config.sides:
-            job = asdict(config) | {"seed": seed, "side": name, "folder": folder}
-            job |= {key: str(value) for key, value in files.items()}
-            job |= {"model": str(config.model), "out": None, "trl": None}
-            if name != "ours":
-                job["train_file"] = str(drawn)
-            side = Side(job, config)
-            stack.callback(side.stop)
-            side.process.send_signal(signal.SIGSTOP)
-            sides.append(side)
-        running = list(sides)
-        begun = time.monotonic()
-        while running and time.monotonic() < begun + config.limit:
-            running = [side for side in running if side.run_for(config.turn)]
-        for side in running:
-            print(f"seed {seed}: {side.name} was stopped after {config.limit:.0f} s", flush=True)
-            side.stop()
-        return [side.curve() | {"seed": seed} for side in sides]
+        commands = {}
+        for side in config.sides:
+            job = asdict(config) | files | {"seed": seed, "side": side, "folder": name}
+            job |= {"events": folder / f"{side}.jsonl", "trl": config.trl.expanduser()}
+            if side != "ours":
+                job["train_file"] = drawn
+            path = folder / f"{side}.job"
+            path.write_text(json.dumps(job, default=str))
+            commands[side] = [sys.executable, __file__, "--worker", str(path)]
+        # By default, a waiting thread spins, which would count as CPU time.
+        threads = dict(OMP_NUM_THREADS=str(config.threads), OMP_WAIT_POLICY="passive")
+        with started(commands, folder, **threads) as runs:
+            turns = take_turns(runs)
+        curves = []
+        for side, run in runs.items():
+            if run.returncode:
+                log = (folder / f"{side}.log").read_text()
+                raise RuntimeError(f"{side}: exit code {run.returncode}\n{log[-3000:]}")
+            curve = curve_of(rows_of(folder / f"{side}.jsonl"), turns[side])
+            curves.append({"side": side} | curve | {"seed": seed})
+        return curves
 
 
 def reached(curve: dict, threshold: float) -> dict | None:
@@ -325,39 +289,34 @@ def table(curves: list[dict], threshold: float) -> str:
 
     rows = []
     for curve in curves:
-        cells = ["-", "-", "-"]
+        cells = ["-", "-", "-", "-"]
         point = reached(curve, threshold)
         if point:
-            cells = [str(point["step"]), f"{point['seconds']:.0f}", f"{point['cpu']:.0f}"]
-        medians = ["-", "-"]
-        if len(curve["step_ends"]) > 1:
-            medians = [f"{median_of_a_step(curve, column):.2f}" for column in (0, 1)]
-        scores = [f"{point['score']:.2f}" for point in curve["points"]] or ["-"]
-        last = [scores[-1], str(len(curve["step_ends"]))]
-        rows.append([curve["side"], str(curve["seed"]), scores[0], *cells, *medians, *last])
-    reach = [f"{unit} to {threshold:g}" for unit in ("steps", "s", "CPU s")]
-    heads = ["", "seed", "score before", *reach, "median step s", "CPU s", "score after", "steps"]
-    return markdown(heads, *rows)
+            cells[:2] = [str(point["step"]), f"{point['cpu']:.0f}"]
+        steps = len(curve["step_ends"])
+        if steps > 1:
+            cells[2] = f"{median_of_a_step(curve, 1):.2f}"
+        if curve["points"]:
+            cells[3] = f"{curve['points'][-1]['score']:.2f}"
+        rows.append([curve["side"], str(curve["seed"]), *cells, str(steps)])
+    heads = ["", "seed", f"steps to {threshold:g}", f"CPU s to {threshold:g}", "CPU s per step"]
+    return markdown([*heads, "score after", "steps"], *rows)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
+    if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         job = json.loads(Path(sys.argv[2]).read_text())
         events = Events(job["events"])
-        if job["side"] == "ours":
-            run_ours(job, events)
-        else:
-            run_trl(job, events)
-        return
+        return {"ours": run_ours}.get(job["side"], run_trl)(job, events)
     config = tyro.cli(Config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would be left behind.
     curves = []
     for seed in config.seeds:
-        curves += compare(config, seed)
+        found = compare(config, seed)
+        curves += found
         if config.out:
-            lines = [json.dumps(curve) + "\n" for curve in curves[-len(config.sides) :]]
             with config.out.open("a") as file:
-                file.writelines(lines)
+                file.writelines(json.dumps(curve) + "\n" for curve in found)
         print(table(curves, config.threshold), flush=True)
 
 

@@ -13,7 +13,7 @@ def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
     """Return a GRPOTrainer, for float32 on the CPU by default, whose `train` has not been called.
 
     Args:
-        job: The settings: `model`, `folder` (for output), `threads`, `steps`, `samples` (per step), `group`
+        job: The settings: `model`, `folder` (for output), `steps`, `samples` (per step), `group`
             (samples per prompt), `length` (of a response), `lr`, `warmup` (steps), `checkpointing`, `seed`,
             and optionally `options`, which replace arguments of GRPOConfig.
         reward: A reward function of TRL.
@@ -24,7 +24,6 @@ def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(job["threads"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     arguments = dict(
         output_dir=job["folder"],
