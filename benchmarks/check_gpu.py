@@ -18,12 +18,10 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -43,8 +41,7 @@ import transformers
 import tyro
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import compute_score
 import genrm_server
 import grpo_trainer
@@ -60,6 +57,7 @@ from gpu_models import (
     toy_tokenizer,
     write_model,
 )
+from measuring import ROOT, started
 from tools import plan_run
 import reward_loop
 from toy import toy_world, warm_start
@@ -106,12 +104,13 @@ def make_models(work: Path, device=GPU):
     yield "made", True, config["model"] or config["size"]
 
 
-def load(work: Path, device, max_tokens=4096, **changes) -> policy.Policy:
-    model = str(work / "model")
-    config = grpo_trainer.Config(
-        model=model, train_file="", out_dir="", max_tokens_per_micro_batch=max_tokens, **changes
-    )
-    return policy.Policy(config, model, device)
+def config_of(model: Path, **settings) -> grpo_trainer.Config:
+    return grpo_trainer.Config(model=str(model), train_file="", out_dir=str(model.parent), **settings)
+
+
+def load(work: Path, device, max_tokens=4096, **settings) -> policy.Policy:
+    config = config_of(work / "model", max_tokens_per_micro_batch=max_tokens, **settings)
+    return policy.Policy(config, config.model, device)
 
 
 def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
@@ -142,25 +141,23 @@ def difference(learner, samples) -> float:
     return (logprobs_of(learner, samples)[0] - sampled).abs().mean().item()
 
 
-def agreement(work: Path, learner, who: str, fill, within_nucleus: bool):
-    """Compare sampler and trainer at another temperature, greedily (log-probabilities at 1) and with top_p.
+def agreement(work: Path, learner, fill):
+    """Compare vLLM and the trainer at another temperature, greedily (log-probabilities at 1) and with top_p.
+
+    vLLM's log-probabilities are those within the nucleus, which exceed the trainer's by at most the negative
+    log of top_p.
 
     Args:
         fill: fill(samples, temperature=..., top_p=...) samples the responses.
-        within_nucleus: Whether the sampler's log-probabilities are those within the nucleus, which exceed the
-            trainer's by at most the negative log of top_p.
     """
     ways = (("temperature 1.2", 1.2, 1.0), ("greedy", 0.0, 1.0), (f"top_p {TOP_P}", 1.0, TOP_P))
     for name, temperature, top_p in ways:
         samples = samples_of(work, 4)
         fill(samples, temperature=temperature, top_p=top_p)
         learner.config.temperature = temperature or 1.0
-        off = difference(learner, samples)
-        most = AGREE
-        if within_nucleus:
-            most -= math.log(top_p)
+        off, most = difference(learner, samples), AGREE - math.log(top_p)
         text = f"{off:.4f} nats apart on average, expected below {most:.2f}"
-        yield f"{who} and trainer, {name}", off < most, text
+        yield f"vLLM and trainer, {name}", off < most, text
     learner.config.temperature = 1.0
 
 
@@ -253,43 +250,12 @@ def check_precision(work: Path, device=GPU, length=256):
     yield "--gradient-checkpointing: the same norm, less memory", off < 0.01 and spare_above <= above, text
 
 
-def check_rollouts(work: Path, device=GPU, length=256):
-    learner = load(work, device)
-    roll_out(learner, samples_of(work, 8), 4)  # warms up
-    samples, seconds, *_ = measure(device, lambda: roll_out(learner, samples_of(work, 8), length))
-    off, rate = difference(learner, samples), len(samples) * length / seconds
-    text = f"{off:.4f} nats apart on average, expected below {AGREE}; "
-    text += f"{rate:,.0f} tokens/s, {len(samples)} samples of {length}"
-    yield "sampler in process and trainer", off < AGREE, text
-
-    def fill(samples, **options):
-        options |= dict(max_response_length=length, eos_ids=(), seed=0, rollout_batch_size=512)
-        rollout_hf(learner.model, samples, **options)
-
-    yield from agreement(work, learner, "sampler in process", fill, within_nucleus=False)
-    head, (logprobs, entropy) = (
-        learner.model.get_output_embeddings().weight.bfloat16(),
-        logprobs_of(learner, samples),
-    )
-    with patch.object(
-        causal_lm, "logits_of", lambda model, output, hidden: (hidden.bfloat16() @ head.T).float()
-    ):
-        off = (logprobs_of(learner, samples)[0] - logprobs).abs().mean().item()
-    yield (
-        "what a head in bf16 would add",
-        True,
-        f"{off:.4f} nats; the head is float32, entropy {entropy:.1f} nats",
-    )
-
-
 def check_update(work: Path, device=GPU, length=1024):
     """Measure speed and memory with the trainer's micro-batches, or with those that fit by its estimate."""
     total = 1e-9 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1e6
     for budget in (16384, 8192, 4096, 2048):
-        config = grpo_trainer.Config(
-            model=str(work / "model"),
-            train_file="",
-            out_dir="",
+        config = config_of(
+            work / "model",
             rollout="vllm",
             max_prompt_length=64,
             max_response_length=length,
@@ -339,7 +305,7 @@ def check_servers(work: Path, device=GPU, length=64):
         off, _ = served()
         text = f"{off:.4f} nats apart on average, expected below {AGREE}; ready after {ready:.0f} s"
         yield "vLLM and trainer", off < AGREE, text
-        yield from agreement(work, learner, "vLLM", fill, within_nucleus=True)
+        yield from agreement(work, learner, fill)
         log = (work / "servers/server_0.log").read_text()
         plan = plan_run.server_memory(learner.config, "policy server", servers.service.config, total)
         yield from room_row(log, plan)
@@ -373,51 +339,39 @@ def room_row(log: str, plan: str):
         yield "KV-cache capacity, 0.8 to 1.25 times plan_run's estimate", 0.8 < tokens / expected < 1.25, text
 
 
-def check_speed(work: Path, device=GPU, count=512, length=512, graphs=("off", "on")):
-    """Measure tokens/s of a server with CUDA graphs (the default) and without (--enforce-eager).
+def check_speed(work: Path, device=GPU, count=512, length=512):
+    """Measure tokens/s of a server, compared with bare vLLM, and a weight sync.
 
-    Compare them with the same requests without router and log-probabilities, and measure a weight sync. As in
-    all runs on GPUs, the policy is a rank, and the server is a Ray actor.
+    Bare vLLM gets the same requests without router and log-probabilities. As in all runs on GPUs, the policy
+    is a rank, and the server is a Ray actor.
     """
-    model, rates = str(work / "model"), {}
-    tokenizer, samples = AutoTokenizer.from_pretrained(model), samples_of(work, count // 8)
+    config = config_of(work / "model", device=device.type, policy_gpu_share=1 - SHARE)
+    tokenizer, samples = AutoTokenizer.from_pretrained(config.model), samples_of(work, count // 8)
     reward_loop.connect_ray()
-    share = dict(device=device.type, policy_gpu_share=1 - SHARE)
-    group = PolicyGroup(grpo_trainer.Config(model=model, train_file="", out_dir=str(work), **share), model)
+    group = PolicyGroup(config, config.model)
     try:
-        for name in graphs:
-            settings = genrm_server.Config(
-                model="",
-                gpu_share=SHARE,
-                max_model_len=2 * length,
-                queue_timeout=240,
-                log_dir=work / f"graphs_{name}",
-                vllm_args=("--enforce-eager",) * (name == "off"),
+        settings = genrm_server.Config(
+            model="", gpu_share=SHARE, max_model_len=2 * length, queue_timeout=240, log_dir=work / "speed"
+        )
+        servers, ready, *_ = measure(device, partial(ClusterServers, group, tokenizer, settings))
+        options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
+        try:
+            rollout_vllm(servers, samples[:8], max_response_length=8, **options)  # warms up
+            _, seconds, *_ = measure(
+                device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
             )
-            servers, ready, *_ = measure(device, partial(ClusterServers, group, tokenizer, settings))
-            options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
-            try:
-                rollout_vllm(servers, samples[:8], max_response_length=8, **options)  # warms up
-                _, seconds, *_ = measure(
-                    device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
-                )
-                rates[name] = count * length / seconds
-                text = f"{rates[name]:,.0f} tokens/s, ready after {ready:.0f} s"
-                yield f"{count} samples of {length} tokens, graphs {name}", True, text
-                if name == "on":
-                    _, bare, *_ = measure(device, lambda: ask_bare(servers, samples, length))
-                    text = f"{bare / seconds:.2f} times {count * length / bare:,.0f} tokens/s, expected 0.95"
-                    yield "tokens/s, as a fraction of those of bare vLLM", bare / seconds > 0.95, text
-                    first, again = (measure(device, servers.sync)[1] for _ in range(2))
-                    sent = 2e-9 * group.model_info()["numel"] / again
-                    yield "weight sync", True, f"{again:.2f} s (first {first:.2f} s), {sent:.2f} GB/s"
-            finally:
-                servers.shutdown()
+            text = f"{count * length / seconds:,.0f} tokens/s, ready after {ready:.0f} s"
+            yield f"{count} samples of {length} tokens", True, text
+            _, bare, *_ = measure(device, lambda: ask_bare(servers, samples, length))
+            text = f"{bare / seconds:.2f} times {count * length / bare:,.0f} tokens/s, expected 0.95"
+            yield "tokens/s, as a fraction of those of bare vLLM", bare / seconds > 0.95, text
+            first, again = (measure(device, servers.sync)[1] for _ in range(2))
+            sent = 2e-9 * group.model_info()["numel"] / again
+            yield "weight sync", True, f"{again:.2f} s (first {first:.2f} s), {sent:.2f} GB/s"
+        finally:
+            servers.shutdown()
     finally:
         group.shutdown()
-    if len(rates) == 2:
-        faster = rates["on"] / rates["off"]
-        yield "graphs on", faster > 0.95, f"{faster:.2f} of the rate without, expected at least 0.95"
 
 
 def ask_bare(servers, samples, length: int) -> None:
@@ -447,8 +401,8 @@ def check_ranks(work: Path, device=GPU, length=256):
     if device.type == "cuda" and count < 2:
         yield "two ranks", None, f"needs 2 GPUs, torch sees {count}"
         return
-    config, rng = dict(lr_warmup_steps=0, group_size=8, mini_batch_size=2), random.Random(0)
-    alone = load(work, device, **config)
+    settings, rng = dict(lr_warmup_steps=0, group_size=8, mini_batch_size=2), random.Random(0)
+    alone = load(work, device, **settings)
     samples = roll_out(alone, samples_of(work, 4), length)
     for sample in samples:
         sample.advantage = rng.gauss(1, 1)
@@ -458,18 +412,9 @@ def check_ranks(work: Path, device=GPU, length=256):
     alone = None
     measure(device, lambda: None)  # This frees unused memory, which a rank may need on the same GPU.
     reward_loop.connect_ray()
-    group = PolicyGroup(
-        grpo_trainer.Config(
-            model=str(work / "model"),
-            train_file="",
-            out_dir=str(work),
-            policy_ranks=2,
-            device=device.type,
-            max_tokens_per_micro_batch=4096,
-            **config,
-        ),
-        str(work / "model"),
-    )
+    settings |= dict(policy_ranks=2, device=device.type, max_tokens_per_micro_batch=4096)
+    config = config_of(work / "model", **settings)
+    group = PolicyGroup(config, config.model)
     try:
         found, of_two, *_ = measure(
             device, lambda: [group.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1]
@@ -600,7 +545,6 @@ CHECKS = {  # name -> (function, seconds that it may take, whether it needs vllm
     "environment": (check_environment, 120, False),
     "models": (make_models, 120, False),
     "precision": (check_precision, 180, False),
-    "rollouts": (check_rollouts, 120, False),
     "update": (check_update, 120, False),
     "ranks": (check_ranks, 240, False),
     "servers": (check_servers, 360, True),
@@ -634,26 +578,16 @@ def in_child(name: str, seconds: float) -> list:
 
     The process and its children are ended after `seconds`.
     """
-    rows, failure = WORK / f"{name}.jsonl", []
+    rows, failure, log = WORK / f"{name}.jsonl", [], WORK / f"{name}.log"
     rows.touch()
-    with open(WORK / f"{name}.log", "w") as log:
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--worker", name],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=os.environ | {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1"},
-        )
+    command = [sys.executable, __file__, "--worker", name]
+    with started({name: command}, WORK, RAY_ADDRESS="local", HF_HUB_OFFLINE="1") as runs:
         try:
-            code = child.wait(seconds)
+            code = runs[name].wait(seconds)
             if code:
-                failure = [(name, False, f"ended with exit code {code}; see {log.name}")]
+                failure = [(name, False, f"ended with exit code {code}; see {log}")]
         except subprocess.TimeoutExpired:
-            failure = [(name, False, f"timed out after {seconds} s; see {log.name}")]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            failure = [(name, False, f"timed out after {seconds} s; see {log}")]
     return [json.loads(line) for line in rows.read_text().splitlines()] + failure
 
 

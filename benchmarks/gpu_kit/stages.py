@@ -12,11 +12,9 @@ Not covered: several GPUs; whether two ways learn the same (tests/ compares them
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Literal
-from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch
@@ -34,16 +31,17 @@ import tyro
 import check_gpu
 import genrm_server
 import gpu_models
-import grpo_trainer
 import policy
+from measuring import started
 from cluster.ranks import RankedPolicy, Ranks
 from run_folder import read_lines
 from tools import plan_run
 from toy import report
 
+TOKENS = 16384  # maximum number per micro-batch
 RECOMPUTED = dict(gradient_checkpointing=True)
-# The settings of an update. A name with a dot is not a setting but a variable of a module. An unknown setting
-# becomes an error in the output, and the other ways are still measured.
+# The settings of an update. An unknown setting becomes an error in the output, and the other ways are still
+# measured.
 WAYS = {
     "plain": {},
     "four mini-batches": dict(mini_batch_size=1),
@@ -74,10 +72,8 @@ class Config:
     device: Literal["cuda", "cpu"] = "cuda"  # cpu: a dry run.
     size: Literal[tuple(gpu_models.SHAPES)] = "1b"  # Shape of the model, for speed and trl.
     ways: tuple[str, ...] = tuple(WAYS)[:6]  # Names in WAYS, for speed.
-    tokens: int = 16384  # Maximum number of tokens per micro-batch, for speed.
     length: int = 0  # Tokens per response; 0: 1,024 for speed and 512 for trl.
     steps: int = 0  # Training steps; 0: 60 for fapo and 5 for trl.
-    profile: bool = False  # Print the most expensive operations of the first way, for speed.
 
     @property
     def on(self) -> torch.device:
@@ -100,23 +96,6 @@ def write(values: dict) -> None:
 
 
 # ---- runs of trainers, whose metrics are followed
-
-
-@contextlib.contextmanager
-def started(commands: dict[str, list[str]], work: Path, **environment):
-    """Start commands, each with the log WORK/NAME.log, and end them with their children afterwards."""
-    runs, environment = {}, {"RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1"} | os.environ | environment
-    try:
-        for name, command in commands.items():
-            with open(work / f"{name}.log", "w") as log:
-                output = dict(stdout=log, stderr=log, start_new_session=True)
-                runs[name] = subprocess.Popen(command, cwd=check_gpu.ROOT, env=environment, **output)
-        yield runs
-    finally:
-        for run in runs.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
 
 
 def follow(runs: dict, work: Path):
@@ -176,45 +155,33 @@ def fapo(config: Config, work: Path):
 
 def update(config: Config, work: Path, way: str, size: str, length: int, count: int):
     """Measure an update of `count` samples with the settings of this way."""
-    device, settings = config.on, dict(WAYS[way])
-    with contextlib.ExitStack() as switched:
-        for name in [name for name in settings if "." in name]:
-            module, _, variable = name.rpartition(".")
-            switch = patch.object(importlib.import_module(module), variable, settings.pop(name))
-            switched.enter_context(switch)
-        settings = grpo_trainer.Config(
-            model=str(work / size),
-            train_file="",
-            out_dir="",
-            rollout="vllm",
-            device=config.device,
-            max_prompt_length=64,
-            max_response_length=length,
-            max_tokens_per_micro_batch=config.tokens,
-            **settings,
-        )
-        memory = plan_run.estimate_memory(settings, config.device)
-        if settings.policy_offload:  # a single FSDP2 rank in this process
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            learner = RankedPolicy(settings, settings.model, device, Ranks(0, 1, f"127.0.0.1:{store.port}"))
-        else:
-            learner = policy.Policy(settings, settings.model, device)
-        try:
-            samples = gpu_models.random_samples(learner, length, count)
-            found, metrics = gpu_models.time_update(learner, samples, device)
-            found["planned_gb"] = sum(gb or 0.0 for name, gb in memory.items() if "host" not in name)
-            shown = {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
-            yield {"way": way, "size": size, "length": length, "samples": count} | found | shown
-            if config.profile and way == config.ways[0]:
-                with torch.profiler.profile() as profile:
-                    learner.update(gpu_models.groups_of(samples), lr=0.0)
-                order = f"self_{config.device}_time_total"
-                yield {"way": way, "profile": profile.key_averages().table(sort_by=order, row_limit=25)}
-        finally:
-            learner = None
-            gc.collect()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    device = config.on
+    settings = check_gpu.config_of(
+        work / size,
+        rollout="vllm",
+        device=config.device,
+        max_prompt_length=64,
+        max_response_length=length,
+        max_tokens_per_micro_batch=TOKENS,
+        **WAYS[way],
+    )
+    memory = plan_run.estimate_memory(settings, config.device)
+    if settings.policy_offload:  # a single FSDP2 rank in this process
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        learner = RankedPolicy(settings, settings.model, device, Ranks(0, 1, f"127.0.0.1:{store.port}"))
+    else:
+        learner = policy.Policy(settings, settings.model, device)
+    try:
+        samples = gpu_models.random_samples(learner, length, count)
+        found, metrics = gpu_models.time_update(learner, samples, device)
+        found["planned_gb"] = sum(gb or 0.0 for name, gb in memory.items() if "host" not in name)
+        shown = {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
+        yield {"way": way, "size": size, "length": length, "samples": count} | found | shown
+    finally:
+        learner = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def model_of(size: str, work: Path, device):
@@ -232,7 +199,7 @@ def speed(config: Config, work: Path) -> None:
         say("update", update(config, work, "checkpointing", "0.6b", 16384 - 32, 4))
     (work / "model").symlink_to(work / config.size)
     count = 512 if config.device == "cuda" else 8
-    rows = check_gpu.check_speed(work, config.on, count, min(length, 512), graphs=("on",))
+    rows = check_gpu.check_speed(work, config.on, count, min(length, 512))
     say("rollouts", ({"property": what, "holds": holds, "found": found} for what, holds, found in rows))
 
 
@@ -287,7 +254,7 @@ def run_trl(folder: str, steps: str, length: str, device: str) -> None:
     def reward(completions, **_):
         return [len(completion[0]["content"]) % 7 / 6 for completion in completions]
 
-    job = dict(model=f"{folder}/model", folder=f"{folder}/trl", threads=torch.get_num_threads(), seed=0)
+    job = dict(model=f"{folder}/model", folder=f"{folder}/trl", seed=0)
     job |= dict(steps=int(steps), samples=64, group=8, length=int(length), lr=1e-6, warmup=1)
     job |= dict(checkpointing=False, options=dict(logging_strategy="steps", logging_steps=1))
     if device == "cuda":
