@@ -880,10 +880,10 @@ def panels(width: float, height: float, rows: int, columns: int, **options):
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
-def save(figure, name: str, of_what: str = "step") -> None:
-    """Save panels of fractions with one legend below."""
+def save(figure, name: str, xlabel: str = "step", ylim=(-0.02, 1.02)) -> None:
+    """Save panels, by default of fractions, with one legend below."""
     for axis in figure.axes:
-        axis.set(xlabel=of_what, ylim=(-0.02, 1.02))
+        axis.set(xlabel=axis.get_xlabel() or xlabel, ylim=ylim)
         axis.grid(alpha=0.3)
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     title = None  # A single panel has its own title.
@@ -996,34 +996,23 @@ def draw_variants(runs: list[dict]) -> None:
 def draw_shop(runs: list[dict]) -> None:
     """Plot the training curves of both rewards, and the final metrics for each cost of a look-up."""
     figure, axes = panels(11, 7.4, 2, 2)
-    figure.suptitle("A tool that costs 0.03 per call: median and range of nine runs, smoothed over 5 steps")
-    limits = {"acc": (0.78, 1.02), "truly_correct": (-0.02, 1.02), "calls": (-0.1, 4.1)}
-    heights = {  # of the labels
-        "outcome": {"acc": 0.83, "truly_correct": 0.03, "calls": 0.35},
-        "fapo": {"acc": 1.0, "truly_correct": 0.66, "calls": 2.9},
-    }
+    figure.suptitle("A tool that costs 0.03 per call: nine runs, smoothed over 5 steps")
     compared = with_same_seeds(runs, [name + end for name in OUTCOME_AND_FAPO for end in COSTS])
     *curves, ends = axes
-    for (name, label), marker in zip(OUTCOME_AND_FAPO.items(), "so"):
-        colour = COLOURS[name]
+    for name, label in OUTCOME_AND_FAPO.items():
         for axis, (key, title) in zip(curves, TOOL_PANELS.items()):
-            band(axis, [run["curves"][key] for run in of(runs, name, *SHOP)], colour, label)
-            axis.annotate(label, (28, heights[name][key]), color=colour)
-            axis.set(title=title, xlabel="step", ylim=limits[key])
+            band(axis, [run["curves"][key] for run in of(runs, name, *SHOP)], COLOURS[name], label)
+            axis.set_title(title)
         values = []
         for place, end in enumerate(COSTS):
             some = of(compared, name + end, *SHOP)
             found = [run["after"]["shop/truly_correct/mean@1"] for run in some]
-            ends.scatter([place] * len(found), found, color=colour, marker=marker, s=22)
+            ends.scatter([place] * len(found), found, color=COLOURS[name], s=22)
             values.append(median(found))
-        ends.plot(range(len(COSTS)), values, color=colour)
-        ends.annotate(label, (1.6, values[2] + 0.05), color=colour)
+        ends.plot(range(len(COSTS)), values, color=COLOURS[name], label=label)
     ends.set(title="fully correct after 40 steps: each run, and the median", xlabel="cost per call")
-    ends.set_ylim(-0.02, 1.02)
     ends.set_xticks(range(len(COSTS)), map(cost_of, COSTS))
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.savefig(FOLDER / "shop.png")
+    save(figure, "shop.png", ylim=None)
 
 
 def draw(runs: list[dict]) -> None:
