@@ -219,6 +219,11 @@ TOOL_PANELS = {
     "truly_correct": "fully correct (every price looked up, every sum right)",
     "calls": "look-ups per problem",
 }
+ENDS = {  # labels and colours of final metrics
+    "oracle_flawed_positive_rate": ("flawed positive rate", "#D55E00"),
+    "truly_correct": ("fully correct", "#0072B2"),
+    "sums_right": ("sums right", "#999999"),
+}
 CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "calls", "flawed_positive_rate", "lambda")
 COLOURS = {  # the Okabe-Ito palette, which is safe for colour-blind readers
     "rule": "#D55E00",
@@ -934,30 +939,27 @@ def draw_second_world(runs: list[dict]) -> None:
 def draw_weak_start(runs: list[dict]) -> None:
     """Plot three fractions of all samples, and mark when FAPO begins to discourage flawed positives."""
     figure, axes = panels(9.5, 4.2, 1, 2, sharey=True)
-    for axis, name in zip(axes, TWO):
-        some = of(runs, name, "weak")
-        for part in shares(some[0]):
-            curves = [shares(run)[part] for run in some]
-            band(axis, curves, COLOURS[part], part.replace("truly", "fully"))
-        axis.set_title(TWO[name])
-    for turn in map(turning_point, some):
+    for axis, (name, title) in zip(axes, TWO.items()):
+        some = [shares(run) for run in of(runs, name, "weak")]
+        for part in some[0]:
+            band(axis, [share[part] for share in some], COLOURS[part], part.replace("truly", "fully"))
+        axis.set_title(title)
+    for turn in map(turning_point, of(runs, "fapo_oracle", "weak")):
         if turn < math.inf:
-            axis.axvline(turn, color="black", linestyle=":", linewidth=1)
+            axes[1].axvline(turn, color="black", linestyle=":", linewidth=1)
     axes[0].set_ylabel("fraction of all samples")
     save(figure, "weak_start.png")
 
 
 def draw_judges(runs: list[dict]) -> None:
     """Plot the final metrics against the judge's recall. Recall 0 means outcome reward only."""
-    recalls = {"rule": 0.0, "fapo_oracle": 1.0}
-    recalls |= {f"fapo_recall{recall}": recall for recall in (0.5, 0.7, 0.9)}
+    recalls = {"rule": 0.0, "fapo_recall0.5": 0.5, "fapo_recall0.7": 0.7, "fapo_recall0.9": 0.9}
+    recalls["fapo_oracle"] = 1.0
     served = {}
     for name, judge in SERVED.items():
         served[name] = of(runs, judge, OWN[1])[0]["after"]["fapo_critic/recall/greedy"]
-    keys = {"oracle_flawed_positive_rate": "#D55E00", "truly_correct": "#0072B2", "sums_right": "#999999"}
     figure, (axis,) = panels(6.2, 4, 1, 1)
-    for key, colour in keys.items():
-        label = key.removeprefix("oracle_").replace("truly", "fully").replace("_", " ")
+    for key, (label, colour) in ENDS.items():
         for some, style in (recalls, {"label": label}), (served, {"marker": "x"}):
             dots = []
             for name, recall in some.items():
@@ -970,20 +972,20 @@ def draw_judges(runs: list[dict]) -> None:
 
 def draw_variants(runs: list[dict]) -> None:
     """Plot the median and range of each variant's flawed-positive rate, from checkpoint 0 and its twin."""
-    worlds = {OWN[0]: ("checkpoint 0", "#0072B2", "o", -0.15), "again0": ("twin", "#D55E00", "s", 0.15)}
     figure, (axis,) = panels(10, 6.4, 1, 1)
-    labels = []
-    for place, (name, title) in enumerate(VARIANTS.items()):
-        labels.append(title.format(steps=of(runs, name, OWN[0])[0]["steps"]).replace("`", ""))
-        for world, (_, colour, marker, shift) in worlds.items():
-            some = runs_of(runs, name, world)
-            found = [run["after"]["toy/oracle_flawed_positive_rate/mean@1"] for run in some]
+    worlds = (OWN[0], "checkpoint 0", "#0072B2", "o", -0.15), ("again0", "twin", "#D55E00", "s", 0.15)
+    for world, label, colour, marker, shift in worlds:
+        for place, name in enumerate(VARIANTS):
+            ends = [run["after"] for run in runs_of(runs, name, world)]
+            found = [end["toy/oracle_flawed_positive_rate/mean@1"] for end in ends]
             if found:
-                height = place + shift
-                axis.plot([min(found), max(found)], [height, height], color=colour, alpha=0.35, linewidth=2)
-                axis.scatter(median(found), height, color=colour, marker=marker, zorder=3)
-    for label, colour, marker, _ in worlds.values():
+                axis.plot(
+                    [min(found), max(found)], [place + shift] * 2, color=colour, alpha=0.35, linewidth=2
+                )
+                axis.scatter(median(found), place + shift, color=colour, marker=marker, zorder=3)
         axis.scatter([], [], color=colour, marker=marker, label=label)
+    steps = of(runs, "rule_long", OWN[0])[0]["steps"]
+    labels = [title.format(steps=steps).replace("`", "") for title in VARIANTS.values()]
     axis.set_yticks(range(len(labels)), labels)
     axis.invert_yaxis()
     axis.grid(alpha=0.3)
