@@ -57,7 +57,7 @@ from gpu_models import (
     toy_tokenizer,
     write_model,
 )
-from measuring import ROOT, started
+from measuring import ROOT, error_text, started
 from tools import plan_run
 import reward_loop
 from toy import toy_world, warm_start
@@ -121,9 +121,8 @@ def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
 
 
 def roll_out(learner, samples, length: int):
-    options = dict(
-        temperature=1.0, eos_ids=(), seed=0, rollout_batch_size=512
-    )  # No token ends a response, so all have full length.
+    # No token ends a response, so all have full length.
+    options = dict(temperature=1.0, eos_ids=(), seed=0, rollout_batch_size=512)
     rollout_hf(learner.model, samples, max_response_length=length, **options)
     return samples
 
@@ -165,28 +164,23 @@ def agreement(work: Path, learner, fill):
 
 
 def check_environment(work: Path):
-    driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader").splitlines()[
-        0
-    ]
+    driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
     (free, total), name = torch.cuda.mem_get_info(GPU), torch.cuda.get_device_name(GPU)
     memory = f"{total / 2**30:.0f} GiB, {free / 2**30:.0f} free"
-    yield "GPU", True, f"{torch.cuda.device_count()} x {name}, {memory}, driver {driver}"
-    yield (
-        "packages",
-        True,
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}",
-    )
+    yield "GPU", True, f"{torch.cuda.device_count()} x {name}, {memory}, driver {driver.splitlines()[0]}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    yield "packages", True, f"Python {sys.version.split()[0]}, {versions}"
     try:
         import vllm
 
         yield "vllm", True, vllm.__version__
     except Exception as error:  # An installed but broken vllm may raise any exception.
-        yield (
-            "vllm",
-            None if getattr(error, "name", "") == "vllm" else False,
-            f"{type(error).__name__}: {error}",
-        )
+        is_missing = getattr(error, "name", "") == "vllm"
+        yield "vllm", None if is_missing else False, f"{type(error).__name__}: {error}"
+
+
+def dot(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return sum((x * y).sum().item() for x, y in zip(some, others))
 
 
 def check_precision(work: Path, device=GPU, length=256):
@@ -200,14 +194,10 @@ def check_precision(work: Path, device=GPU, length=256):
         sample.prompt_ids = sample.prompt_ids * (1 + index // 8)
     roll_out(learner, samples, length)
     for sample in samples:
-        keep, sample.advantage = (
-            rng.randint(length // 4, length),
-            rng.gauss(1, 1),
-        )  # With a mean of 0, the loss would be about 0.
-        sample.response_ids, sample.rollout_logprobs = (
-            sample.response_ids[:keep],
-            sample.rollout_logprobs[:keep],
-        )
+        keep = rng.randint(length // 4, length)
+        sample.advantage = rng.gauss(1, 1)  # With a mean of 0, the loss would be about 0.
+        sample.response_ids = sample.response_ids[:keep]
+        sample.rollout_logprobs = sample.rollout_logprobs[:keep]
 
     def update():
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
@@ -226,23 +216,14 @@ def check_precision(work: Path, device=GPU, length=256):
         (exact, _, exact_gradient), (exact_logprobs, _) = update(), logprobs_of(learner, samples)
 
     off = (logprobs - exact_logprobs).abs().mean().item()
-    yield (
-        "bf16 and float32: log-probabilities",
-        off < AGREE,
-        f"{off:.4f} nats apart on average, entropy {entropy:.1f} nats",
-    )
+    text = f"{off:.4f} nats apart on average, entropy {entropy:.1f} nats"
+    yield "bf16 and float32: log-probabilities", off < AGREE, text
     for key in ("actor/loss", "actor/grad_norm"):
         off = abs(plain[key] / exact[key] - 1)
-        yield (
-            f"bf16 and float32: {key}",
-            off < 0.05,
-            f"{plain[key]:.5f} and {exact[key]:.5f}, {off:.2%} apart",
-        )
-    ab, aa, bb = (
-        sum((x * y).sum().item() for x, y in zip(*two))
-        for two in ((gradient, exact_gradient), (gradient, gradient), (exact_gradient, exact_gradient))
-    )
-    cosine = ab / math.sqrt(aa * bb)
+        text = f"{plain[key]:.5f} and {exact[key]:.5f}, {off:.2%} apart"
+        yield f"bf16 and float32: {key}", off < 0.05, text
+    norms = dot(gradient, gradient) * dot(exact_gradient, exact_gradient)
+    cosine = dot(gradient, exact_gradient) / math.sqrt(norms)
     yield "bf16 and float32: direction of the gradient", cosine > 0.98, f"cosine {cosine:.5f}"
     off = abs(spare["actor/grad_norm"] / plain["actor/grad_norm"] - 1)
     memory = f"{spare_above:.2f} instead of {above:.2f} GB in addition to weights and optimizer"
@@ -566,11 +547,7 @@ def work_on(name: str) -> None:
                 print(json.dumps(row), file=file, flush=True)
         except Exception as error:  # The table shows the error, and the next check continues.
             traceback.print_exc()
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            print(
-                json.dumps((name, False, text if len(text) < 300 else f"{text[:150]} ... {text[-150:]}")),
-                file=file,
-            )
+            print(json.dumps((name, False, error_text(error))), file=file)
 
 
 def in_child(name: str, seconds: float) -> list:
@@ -613,9 +590,10 @@ def main() -> None:
     print("| check | result | tested property | measurement |\n| --- | --- | --- | --- |", flush=True)
     for name in dict.fromkeys(("environment", "models", *(config.only or CHECKS))):
         _, seconds, needs_vllm = CHECKS[name]
-        for what, holds, figure in (
-            in_child(name, seconds) if has_vllm or not needs_vllm else [(name, None, "needs vllm")]
-        ):
+        rows = [(name, None, "needs vllm")]
+        if has_vllm or not needs_vllm:
+            rows = in_child(name, seconds)
+        for what, holds, figure in rows:
             results.append({True: "passed", False: "failed", None: "skipped"}[holds])
             print(f"| {name} | {results[-1]} | {what} | {figure.replace('|', '/')} |", flush=True)
             has_vllm = has_vllm and (what != "vllm" or bool(holds))

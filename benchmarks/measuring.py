@@ -48,6 +48,12 @@ def started(commands: dict[str, list[str]], folder: Path, **environment):
             run.wait()
 
 
+def error_text(error: Exception) -> str:
+    """Return an exception's type and message in one line, which is shortened in the middle."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

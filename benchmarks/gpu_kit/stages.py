@@ -32,7 +32,7 @@ import check_gpu
 import genrm_server
 import gpu_models
 import policy
-from measuring import started
+from measuring import error_text, started
 from cluster.ranks import RankedPolicy, Ranks
 from run_folder import read_lines
 from tools import plan_run
@@ -87,8 +87,7 @@ def say(part: str, results) -> None:
         for values in results:
             write({"part": part, "after": time.perf_counter() - begun} | values)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        write({"part": part, "error": text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"})
+        write({"part": part, "error": error_text(error)})
 
 
 def write(values: dict) -> None:
