@@ -92,10 +92,10 @@ def make_models(work: Path, device=GPU):
     """Write the models `tiny` and `model` and rows for training to the directory `work`."""
     config, rng, tokenizer = json.loads((work / "config.json").read_text()), random.Random(0), toy_tokenizer()
     write_model(warm_start.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
-    rows = [
-        toy_world.policy_row(toy_world.random_problem(rng, toy_world.REMAINDER), "toy", "train", index)
-        for index in range(32)
-    ]
+    rows = []
+    for index in range(32):
+        problem = toy_world.random_problem(rng, toy_world.REMAINDER)
+        rows.append(toy_world.policy_row(problem, "toy", "train", index))
     pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
     if config["model"] or config["size"] == "small":
         (work / "model").symlink_to(Path(config["model"] or work / "tiny").resolve())

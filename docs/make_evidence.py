@@ -52,13 +52,19 @@ COMPARED = ("algo0", "algo1", "algo2")  # separate checkpoints for the compariso
 # again0 to again2, from the same seeds.
 OWN = ("own0", "own1", "own2")
 SHOP = ("shop0", "shop1", "shop2")  # the world with a tool
+
+
+def chosen(titles: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: titles[name] for name in names}
+
+
 NAMES = {
     "rule": "outcome reward only",
     "fapo_judge": "FAPO, served judge",
     "fapo_oracle": "FAPO, oracle as judge",
     "papo_oracle": "PAPO, oracle as judge",
 }
-TWO = {name: NAMES[name] for name in ("rule", "fapo_oracle")}
+TWO = chosen(NAMES, "rule", "fapo_oracle")
 FIRST_TABLE = {  # rows of the table in the README
     "rule": "GRPO, outcome reward only",
     "fapo_judge": "FAPO, judge trained and served",
@@ -134,8 +140,12 @@ FORBIDDING = {  # With lambda = 2, flawed positives score like wrong answers.
     "fapo_oracle": "penalised (λ = 1)",
     "rule": "never penalised (λ = 0)",
 }
-SCHEDULED = {name: f"FAPO, λ: {SCHEDULES[name]}" for name in ("later", "linear", "majority")}
-SCHEDULED["later2"] = "FAPO, λ: 0 for 20 steps, then 2"
+SCHEDULED = {
+    "later": "FAPO, λ: 0 for 20 steps, then 1",
+    "linear": "FAPO, λ: from 0 to 1 within 20 steps",
+    "majority": "FAPO, λ: 1 in groups with more fully correct than wrong answers, else 0",
+    "later2": "FAPO, λ: 0 for 20 steps, then 2",
+}
 OVERLOOKING = {  # FAPO with judges of different recall, from the second world's checkpoint 1
     "rule": "outcome reward only, no judge",
     "fapo_recall0.5": "FAPO, recall 0.5",
@@ -266,11 +276,16 @@ def collect(folder: Path) -> list[dict]:
             world, seed = COMPARED[0], world.removeprefix("seed")
         run = {"world": world, "algorithm": algorithm, "seed": int(seed or 0), "steps": metrics[-1]["step"]}
         for when, line in ("before", metrics[0]), ("after", metrics[-1]):
-            keys = [key for key in line if re.match(r"val/.*/(mean@1|greedy)$", key)]
-            run[when] = {key[4:]: round(line[key], 4) for key in keys}
+            run[when] = {}
+            for key, value in line.items():
+                if re.match(r"val/.*/(mean@1|greedy)$", key):
+                    run[when][key[4:]] = round(value, 4)
         run["seconds"] = round(sum(line.get("time/step", 0.0) for line in metrics), 1)
-        curves = {key: curve_of(metrics, key) for key in CURVES}
-        run["curves"] = {key: curve for key, curve in curves.items() if curve}
+        run["curves"] = {}
+        for key in CURVES:
+            curve = curve_of(metrics, key)
+            if curve:
+                run["curves"][key] = curve
         if algorithm in CLASSIFIED or world in OWN and algorithm not in OWN_JUDGES:
             run |= count_flaws(path.parent, since=run["steps"] - LAST + 1)
         if world in SHOP and algorithm == "fapo_judge":
@@ -540,7 +555,7 @@ def accepted(verdict: str):
 
 
 HELD_OUT = "512 held-out problems"
-MAIN = {name: COLUMNS[name] for name in ("flawed positives", "fully correct")}
+MAIN = chosen(COLUMNS, "flawed positives", "fully correct")
 TOY = {"accuracy": COLUMNS["accuracy"], **MAIN}  # without "How many?" questions
 HALF = {"step at which half are fully correct": number(half_correct, 0), "runs": num_runs}
 MENDED = {
@@ -661,19 +676,19 @@ def judge_row(title: str, algorithm: str, worlds, when: str, way: str) -> Row:
 
 
 def classified_rows() -> list[Row]:
-    return [
-        Row([f"{BESIDE[name]}, {when} {LAST} steps"], name, COMPARED[:1], when)
-        for name in CLASSIFIED
-        for when in ("first", "last")
-    ]
+    rows = []
+    for name in CLASSIFIED:
+        for when in ("first", "last"):
+            rows.append(Row([f"{BESIDE[name]}, {when} {LAST} steps"], name, COMPARED[:1], when))
+    return rows
 
 
 def cost_rows() -> list[Row]:
-    return [
-        Row([cost_of(end), title], name + end, SHOP)
-        for name, title in OUTCOME_AND_FAPO.items()
-        for end in COSTS
-    ]
+    rows = []
+    for name, title in OUTCOME_AND_FAPO.items():
+        for end in COSTS:
+            rows.append(Row([cost_of(end), title], name + end, SHOP))
+    return rows
 
 
 def normalised_rows() -> list[Row]:
@@ -746,7 +761,7 @@ IN_OWN_USE = {
     "fapo_first_judge": "judge trained on the first world's flaws",
     "fapo_judge": "judge trained on the policies' own flaws",
 }
-OUTCOME_AND_FAPO = {name: TOOL_NAMES[name] for name in ("outcome", "fapo")}
+OUTCOME_AND_FAPO = chosen(TOOL_NAMES, "outcome", "fapo")
 PAGE_TABLES = {
     "policies": Table([HELD_OUT], COLUMNS, each(FIRST_TABLE, STANDARD, first="rule")),
     "algorithms": Table(["method"], TOY | HALF, each(ALGORITHMS, COMPARED[:1], optional=True)),
