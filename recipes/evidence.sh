@@ -293,6 +293,22 @@ shop_judged() {  # shop_judged: trains and serves the judge of this world, and r
   end_judge
   LANES=$((LANES - 1))
 }
+shop_judge_trained() {  # shop_judge_trained: trains this judge further, on rows of the policies' own answers
+  local start rows="$OUT/shop_judge/rows" answers="$OUT/shop_judge/answers"
+  for start in 0 1 2; do  # With practically no learning rate, the final policies answer further problems.
+    once "shop_judge/answers/shop$start" train_shop "$OUT/shop$start" 7 "$answers/shop$start" \
+      --model "$OUT/shop$start/fapo_judge_seed0/checkpoints/step_40" "${OUTCOME[@]}" --lr 1e-12 --total-steps 12 \
+      --no-val-before-train --val-every 0 --save-every 0 --samples-per-step 128
+  done
+  all_done
+  once shop_judge/critic_rows python recipes/critic_rows.py --held-out 400 --out-dir "$rows" \
+    --runs "$answers"/shop{0,1,2} "$OUT"/shop{0,1,2}/fapo_judge_seed0
+  all_done
+  once shop_judge/trained_judge train_judge "$OUT/shop_judge" 0 "$OUT/shop_judge/trained_judge" --val-greedy \
+    --train-file "$rows/fapo_critic_train.parquet" --val-file "$rows/fapo_critic_test.parquet" \
+    --max-response-length 128
+  all_done
+}
 FLOOR=(--advantage recipes/advantages.py:floored)
 tool_world() {  # The most informative runs come first, in case the script is stopped.
   local seed start
@@ -313,6 +329,7 @@ tool_world() {  # The most informative runs come first, in case the script is st
   done
   all_done
   shop_judged
+  shop_judge_trained
 }
 
 public_tasks() {
