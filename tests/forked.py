@@ -9,6 +9,7 @@ handlers.
     done = forked.run(["score_file.py", "--data", ...])     # like subprocess.run(..., capture_output=True)
     process = forked.Script(["grpo_trainer.py", ...], log)  # like subprocess.Popen
     env = os.environ | {"PATH": forked.on_path(tmp_path)}   # for shell scripts that call `python`
+    ray.init("local", runtime_env=forked.ray_workers(tmp_path))   # for actors that need torch
 
 Not covered: options of Python itself, and environment variables that Python or torch read when they are
 imported, such as OMP_NUM_THREADS. Tests of the start itself, of Ctrl-C in a run, or of what other processes
@@ -176,6 +177,12 @@ def on_path(folder: Path) -> str:
     (folder / "python").write_text(f"#!/bin/sh\n{command}\n")
     (folder / "python").chmod(0o755)
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def ray_workers(folder: Path) -> dict:
+    """Return a `runtime_env` for ray.init, with which Ray forks its workers as well."""
+    on_path(folder)
+    return {"py_executable": f"{folder}/python"}
 
 
 def end(script) -> None:

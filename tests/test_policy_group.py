@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 import causal_lm
+import forked
 import grpo_trainer
 import policy as policy_file
 from cluster import policy_group
-import reward_loop
 import rollout
 from genrm_server import Config
 from grpo_trainer import train
@@ -52,8 +52,22 @@ def limit():
     signal.signal(signal.SIGALRM, before)
 
 
+def start_ray(folder):
+    """Start a Ray cluster whose workers are forked, because each rank would import torch for seconds."""
+    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", runtime_env=forked.ray_workers(folder), **quiet)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, model, one_ray):
+def forked_ray(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("python")
+    start_ray(folder)
+    yield folder
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model, forked_ray):
     folder = tmp_path_factory.mktemp("policy")
     copy.deepcopy(model).bfloat16().save_pretrained(folder)  # most models are stored like this
     return str(folder)
@@ -413,6 +427,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     folder,
     model,
     tokenizer,
+    forked_ray,
     stand_in,
     monkeypatch,
 ):
@@ -422,8 +437,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     sampling code gets an error.
     """
     ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    reward_loop.connect_ray()  # a Ray whose actors find the stand-in for vLLM
+    start_ray(forked_ray)  # a Ray whose actors find the stand-in for vLLM
     monkeypatch.setattr(rollout, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
