@@ -158,22 +158,27 @@ class Browser:
         assert "error" not in message, message
         return message["result"]
 
-    def html_of(self, address, budget):
-        """Return the HTML of a page after this many milliseconds of virtual time, in a new profile."""
-        profile = self.call("Target.createBrowserContext")["browserContextId"]
-        target = self.call("Target.createTarget", url="about:blank", browserContextId=profile)["targetId"]
+    @functools.cached_property
+    def tab(self):
+        """Return the session of the tab in which all pages are shown, because a new one takes a second."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Page.enable", session)
+        return session
+
+    def html_of(self, address, budget):
+        """Return the HTML of a page after this many milliseconds of virtual time, without stored data."""
+        self.call("Emulation.setVirtualTimePolicy", self.tab, policy="advance")
+        self.call("Page.navigate", self.tab, url="about:blank")
+        self.call("Storage.clearDataForOrigin", self.tab, origin="file://", storageTypes="all")
         self.events.clear()
-        self.call("Page.navigate", session, url=address)
+        self.call("Page.navigate", self.tab, url=address)
         policy = dict(policy="pauseIfNetworkFetchesPending", maxVirtualTimeTaskStarvationCount=9999)
-        self.call("Emulation.setVirtualTimePolicy", session, budget=budget, **policy)
+        self.call("Emulation.setVirtualTimePolicy", self.tab, budget=budget, **policy)
         while "Emulation.virtualTimeBudgetExpired" not in [event.get("method") for event in self.events]:
             self.events.append(self.receive())
         expression = "document.documentElement.outerHTML"
-        text = self.call("Runtime.evaluate", session, expression=expression)["result"]["value"]
-        self.call("Target.disposeBrowserContext", browserContextId=profile)
-        return text
+        return self.call("Runtime.evaluate", self.tab, expression=expression)["result"]["value"]
 
 
 the_browser = functools.cache(Browser)
