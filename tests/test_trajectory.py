@@ -2150,12 +2150,15 @@ def test_the_tools_tokens_are_masked_from_the_warm_start(tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_the_world_with_a_tool_on_real_servers(tmp_path):
-    """Ray and vLLM are real, with --overlap: sampler and trainer agree, the run resumes after a stop, each
-    call is answered, and the log has turns.
+    """Ray and vLLM are real, with --overlap: the run resumes after a step that was sampled in this process,
+    sampler and trainer agree, each call is answered, and the log has turns.
     """
     model = Path(__file__).parent.parent / "toy/models/shop0"
-    warm_start.write_rows(warm_start.shop_row, "shop", tmp_path, seed=0)
+    rng = random.Random(0)
+    rows = [warm_start.shop_row(rng, "train", number) for number in range(64)]
+    warm_start.write_table(rows, tmp_path / "shop_train.parquet")
     config = grpo_trainer.Config(
         model=str(model),
         train_file=str(tmp_path / "shop_train.parquet"),
@@ -2163,26 +2166,27 @@ def test_the_world_with_a_tool_on_real_servers(tmp_path):
         rollout_fn="toy/shop_world.py:with_prices",
         reward_fn="toy/shop_world.py:compute_score_fapo_oracle",
         reward_kwargs='{"call_cost": 0.03}',
-        rollout="vllm",
-        overlap=True,
         **worked("spare_good_prefix"),
-        total_steps=2,
+        total_steps=1,
         train_batch_size=8,
         mini_batch_size=4,
         group_size=4,
         max_response_length=96,
         overlong_buffer=0,
+        lr=2e-4,
         num_threads=1,
         num_workers=1,
         samples_per_step=32,
     )
     grpo_trainer.train(config)
-    grpo_trainer.train(dataclasses.replace(config, total_steps=3, resume="auto"))
+    on_servers = dict(rollout="vllm", overlap=True, total_steps=3, resume="auto")
+    grpo_trainer.train(dataclasses.replace(config, **on_servers))
     _, *lines = lines_of(config.out_dir)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert line["rollout/called"] > 0.2 and line["rollout/error_rate"] == 0
-    assert lines[0]["rollout/logprob_diff"] < 1e-4  # later steps are one step old
+    for line in lines[:2]:  # The weights of step 3 are one step old.
+        assert line["rollout/logprob_diff"] < 1e-4
     samples = lines_of(config.out_dir, "samples.jsonl")
     looked_up = [line for line in samples if "turns" in line]
     assert looked_up
@@ -2230,6 +2234,7 @@ def test_a_reward_function_of_groups_compares_the_rollouts_that_have_ended(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
 def test_ctrl_c_during_a_tool_call_leaves_at_once(tmp_path):
     """The tool sleeps for five minutes in a thread."""
     (tmp_path / "own.py").write_text("import time\n" + FUNCTIONS + GROUP)
