@@ -15,6 +15,7 @@ import pytest
 import ray
 import torch
 
+import forked
 from cluster import policy_group
 from cluster.placement import SLEEPER_GPUS as ASLEEP
 from cluster.placement import ProcessSpec as Spec
@@ -155,11 +156,11 @@ def test_the_parts_of_a_run(monkeypatch):
 
 
 @pytest.fixture
-def ray_with(request):
+def ray_with():
     """Start a Ray cluster that claims to have this many GPUs."""
 
-    def start(gpus):
-        options = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+    def start(gpus, **options):
+        options |= dict(include_dashboard=False, log_to_driver=False, logging_level="error")
         ray.init("local", num_cpus=4, num_gpus=gpus, **options)
 
     yield start
@@ -167,14 +168,14 @@ def ray_with(request):
 
 
 @pytest.mark.slow
-def test_what_each_process_sees_of_eight_gpus(ray_with):
+def test_what_each_process_sees_of_six_gpus(ray_with):
     class Process:
         def sees(self):
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
-    ray_with(8)
-    specs = {"rank": Spec(4, 0.1, 0.5, apart=True), "server": Spec(4, 0.1, 0.4), "judge": Spec(2, 0.1, 2.0)}
-    specs["sleeper"] = Spec(2, 0.1, ASLEEP)
+    ray_with(6)
+    specs = {"rank": Spec(2, 0.1, 0.5, apart=True), "server": Spec(2, 0.1, 0.4), "judge": Spec(2, 0.1, 2.0)}
+    specs["sleeper"] = Spec(1, 0.1, ASLEEP)
     reservation, started = Reservation(specs), []
 
     def seen(name):
@@ -185,11 +186,11 @@ def test_what_each_process_sees_of_eight_gpus(ray_with):
 
     try:
         judges, sleepers, servers, ranks = map(seen, ("judge", "sleeper", "server", "rank"))
-        assert len(set(ranks)) == 4 and servers == ranks and sleepers == ranks[:2]
-        assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(8)]
+        assert len(set(ranks)) == 2 and servers == ranks and sleepers == ranks[:1]
+        assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(6)]
         ray.kill(started[-1])  # the actor that replaces it sees the same GPU
-        again = ray.remote(Process).options(**reservation.options("rank", 3)).remote()
-        assert ray.get(again.sees.remote(), timeout=300) == ranks[3]
+        again = ray.remote(Process).options(**reservation.options("rank", 1)).remote()
+        assert ray.get(again.sees.remote(), timeout=300) == ranks[1]
     finally:
         reservation.close()
 
@@ -219,18 +220,10 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode, share", [("standalone", 0.4), ("colocate", 0.7)])
-def test_a_run_on_one_gpu(
-    ray_with,
-    stand_in,
-    tmp_path,
-    model,
-    tokenizer,
-    monkeypatch,
-    mode,
-    share,
-):
-    """Rank, policy server and judge see the same GPU, and each is limited to its share of the memory."""
+def test_a_run_on_one_gpu(ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch):
+    """Rank, policy server and judge see the same GPU, and each is limited to its share of the memory. The
+    judge may sleep between batches (colocate).
+    """
     row = {
         "data_source": "toy",
         "prompt": [{"role": "user", "content": "1"}],
@@ -239,33 +232,33 @@ def test_a_run_on_one_gpu(
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "score.py").write_text(REWARD)
-    config = config_of(
+    settings = dict(
         model=write_model(tmp_path / "policy", model, tokenizer),
         train_file=str(tmp_path / "rows.jsonl"),
-        out_dir=str(tmp_path / "run"),
         reward_fn=f"{tmp_path}/score.py:compute_score",
         num_workers=1,
-        policy_gpu_share=share,
         rollout_gpu_share=0.3,
         genrm=(str(stand_in),),
         genrm_gpu_share=0.3,
-        reward_mode=mode,
         reward_model_tokenizer=str(tmp_path / "policy"),
         max_response_length=8,
         overlong_buffer=0,
     )
     monkeypatch.setattr(policy_group, "RankedPolicy", rank_on_cpu())
-    ray_with(1)
-    run = Run(config)
-    with contextlib.ExitStack() as stack:
-        run.start(stack)
-        assert run.reservation.bundles == [{"CPU": 1.25, "GPU": 1}]
-        asked = sorted(gpus for _, gpus in run.reservation.placed.values())
-        assert asked == ([0.3, 0.3, 0.4] if mode == "standalone" else [ASLEEP, 0.299, 0.699])
-        seen = ray.get(run.policy.actors[0].__ray_call__.remote(lambda rank: rank.seen))
-        assert seen == ("0", f"({share}, device(type='cuda', index=0))")
-        judge = told(run.rewards.reward_models.models["genrm"])
-        for server in (told(run.servers.service), judge):
-            line = " ".join(server["argv"])
-            assert server["env"]["CUDA_VISIBLE_DEVICES"] == "0" and "--gpu-memory-utilization 0.3" in line
-        assert (SLEEP in judge["calls"]) == (mode == "colocate")
+    ray_with(1, runtime_env=forked.ray_workers(tmp_path / "python"))
+    shares = {"standalone": (0.4, [0.3, 0.3, 0.4]), "colocate": (0.7, [ASLEEP, 0.299, 0.699])}
+    for mode, (share, expected) in shares.items():
+        changes = dict(policy_gpu_share=share, reward_mode=mode, out_dir=str(tmp_path / mode))
+        run = Run(config_of(**settings, **changes))
+        with contextlib.ExitStack() as stack:
+            run.start(stack)
+            assert run.reservation.bundles == [{"CPU": 1.25, "GPU": 1}]
+            assert sorted(gpus for _, gpus in run.reservation.placed.values()) == expected
+            seen = ray.get(run.policy.actors[0].__ray_call__.remote(lambda rank: rank.seen))
+            assert seen == ("0", f"({share}, device(type='cuda', index=0))")
+            judge = told(run.rewards.reward_models.models["genrm"])
+            for server in (told(run.servers.service), judge):
+                line = " ".join(server["argv"])
+                assert server["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+                assert "--gpu-memory-utilization 0.3" in line
+            assert (SLEEP in judge["calls"]) == (mode == "colocate")
