@@ -52,16 +52,16 @@ def limit():
     signal.signal(signal.SIGALRM, before)
 
 
-def start_ray(folder):
-    """Start a Ray cluster whose workers are forked, because each rank would import torch for seconds."""
-    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
-    ray.init("local", runtime_env=forked.ray_workers(folder), **quiet)
-
-
 @pytest.fixture(scope="module")
 def forked_ray(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("python")
-    start_ray(folder)
+    """Start a Ray cluster whose workers are forked, because each rank would import torch for seconds. Yield a
+    folder. Modules in path/ there replace others.
+    """
+    folder = tmp_path_factory.mktemp("ray")
+    quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(folder / "path"))
+        ray.init("local", runtime_env=forked.ray_workers(folder), **quiet)
     yield folder
     ray.shutdown()
 
@@ -436,8 +436,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     The process of a folder may die. A server that moves to another node needs the ranks; without them, the
     sampling code gets an error.
     """
-    ray.shutdown()
-    start_ray(forked_ray)  # a Ray whose actors find the stand-in for vLLM
+    (forked_ray / "path").symlink_to(stand_in.parent / "path")  # Ray's actors then find the stand-in.
     monkeypatch.setattr(rollout, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
