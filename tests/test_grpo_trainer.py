@@ -33,7 +33,7 @@ import grpo_trainer
 import reward_loop
 import run_folder
 from toy import toy_world, warm_start
-from played import lines_of, server
+from played import lines_of, server, without_ray
 from policy import Policy, Sample
 from run import Interrupts, Run
 from command_line import GROUPS, help_texts
@@ -198,6 +198,14 @@ def workshop(tmp_path_factory, tokenizer, one_ray):
         yield folder
 
 
+@pytest.fixture
+def rewards_here():
+    """Compute rewards in the run's own process, for tests in which it does not matter where."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        yield
+
+
 DRAWS_CURVES = run_folder.Log.plot
 
 
@@ -219,6 +227,7 @@ def run_config(folder, name, **changes):
         val_every=0,
         num_threads=1,
         num_workers=1,
+        sync_processes=1,
     )
     return grpo_trainer.Config(**(defaults | changes))
 
@@ -238,7 +247,8 @@ def test_learns_a_trivial_task(workshop, rollout):
         f"learns_{rollout}",
         rollout=rollout,
         rollout_cpus="0",
-        total_steps=40,
+        total_steps=16,
+        lr=1e-2,
         max_idle_steps=0,  # it may learn everything
         train_batch_size=8,
         mini_batch_size=8,
@@ -353,7 +363,7 @@ def test_a_function_of_groups_sees_those_that_the_advantage_is_made_of(workshop)
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_refills_and_counts_what_it_keeps(workshop):
+def test_dynamic_sampling_refills_and_counts_what_it_keeps(workshop, rewards_here):
     options = dict(reward_fn=f"{workshop}/reward.py:by_index", dynamic_sampling=True, max_refills=100)
     options |= dict(total_steps=4, samples_per_step=1000)
     grpo_trainer.train(run_config(workshop, "dynamic", **options))
@@ -381,7 +391,7 @@ def test_dynamic_sampling_refills_and_counts_what_it_keeps(workshop):
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(workshop):
+def test_dynamic_sampling_makes_do_with_what_it_has_after_the_last_refill(workshop, rewards_here):
     options = dict(
         reward_fn=f"{workshop}/reward.py:compute_score_baseline",
         dynamic_sampling=True,
@@ -440,14 +450,14 @@ def test_every_reward_of_the_loop_can_be_had_from_the_trainer(workshop):
 
 
 @pytest.mark.slow
-def test_baseline_calls_the_function_that_only_measures(workshop):
+def test_baseline_calls_the_function_that_only_measures(workshop, rewards_here):
     grpo_trainer.train(run_config(workshop, "base", reward_fn=f"{workshop}/reward.py:compute_score_baseline"))
     metrics = lines_of(workshop / "base/metrics.jsonl")[-1]
     assert metrics["reward/no_verdict"] == 0 and 0 <= metrics["reward/flawed_positive_rate"] <= 1
 
 
 @pytest.mark.slow
-def test_stale_weights_stop_the_run(workshop):
+def test_stale_weights_stop_the_run(workshop, rewards_here):
     with pytest.raises(
         RuntimeError, match="logprob_diff .* exceeds --max-logprob-diff 1e-12: the sampler does not use"
     ):
@@ -455,7 +465,7 @@ def test_stale_weights_stop_the_run(workshop):
 
 
 @pytest.mark.slow
-def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, monkeypatch):
+def test_what_was_learnt_is_saved_whatever_goes_wrong(workshop, rewards_here, monkeypatch):
     """The run fails in a rollout, at the start of an update or in an evaluation, and is resumed.
 
     In the middle of an update, nothing is saved.
@@ -574,7 +584,7 @@ def test_an_evaluation_can_be_interrupted_at_once(workshop):
 
 
 @pytest.mark.slow
-def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsys):
+def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, rewards_here, capsys):
     other = pq.read_table(workshop / "val.parquet").to_pylist()
     pq.write_table(
         pa.Table.from_pylist([row | {"data_source": "an/other"} for row in other]), workshop / "other.parquet"
@@ -589,7 +599,7 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, capsy
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_when_it_has_gone_further_than_it_should(workshop):
+def test_a_checkpoint_is_evaluated_when_it_has_gone_further_than_it_should(workshop, rewards_here):
     options = dict(val_file=(), val_every=0)
     grpo_trainer.train(run_config(workshop, "further", total_steps=1, **options))
     options["val_file"] = (str(workshop / "val.parquet"),)
@@ -838,7 +848,7 @@ def test_what_counts_as_right(acc, right):
 
 
 @pytest.mark.slow
-def test_papo_without_a_judge_stops_instead_of_learning_nothing(workshop):
+def test_papo_without_a_judge_stops_instead_of_learning_nothing(workshop, rewards_here):
     """A correct answer has no verdict if its reasoning was not judged."""
     val_file = (str(workshop / "val.parquet"),)  # which needs no judge
     options = dict(worked("papo"), reward_fn=f"{workshop}/reward.py:always_right", val_file=val_file)
@@ -936,12 +946,11 @@ def wait_for_step(config, process, step):
 def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(workshop):
     """Send SIGKILL three times, at random moments."""
     options = dict(
-        total_steps=15,
+        total_steps=12,
         save_every=1,
         val_every=3,
         val_file=(str(workshop / "val.parquet"),),
-        max_response_length=48,
-        train_batch_size=8,
+        max_response_length=24,
         keep_checkpoints=1,
         dynamic_sampling=True,
         resume="auto",
@@ -955,7 +964,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
         # The checkpoint of step 1 may take a moment.
         while not run_folder.checkpoints_in(workshop / "killed/checkpoints"):
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 1.0))
+        time.sleep(rng.uniform(0, 0.3))  # a step takes about as long
         assert process.poll() is None, "the run is over too soon for this test"
         process.kill()
         process.wait()
@@ -966,7 +975,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     expected, got = (
         without_times(lines_of(workshop / name / "metrics.jsonl")) for name in ("unkilled", "killed")
     )
-    assert [m["step"] for m in got] == list(range(16)) and got == expected
+    assert [m["step"] for m in got] == list(range(13)) and got == expected
     samples = [lines_of(workshop / name / "samples.jsonl") for name in ("unkilled", "killed")]
     assert [s | {"seconds": 0} for s in samples[0]] == [s | {"seconds": 0} for s in samples[1]]
 
@@ -975,10 +984,13 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_saves_and_leaves_cleanly(workshop, name):
     config = run_config(workshop, f"stopped_{name}", total_steps=500, resume="auto", max_response_length=48)
-    with open(f"{config.out_dir}.log", "a") as log:  # a start that shares nothing with these tests
-        command = [sys.executable, "grpo_trainer.py", *arguments_of(config)]
-        options = dict(env=os.environ | {"RAY_ADDRESS": "local"}, start_new_session=True)
-        process = subprocess.Popen(command, stdout=log, stderr=log, **options)
+    if name == "SIGINT":  # a start that shares nothing with these tests
+        with open(f"{config.out_dir}.log", "a") as log:
+            command = [sys.executable, "grpo_trainer.py", *arguments_of(config)]
+            options = dict(env=os.environ | {"RAY_ADDRESS": "local"}, start_new_session=True)
+            process = subprocess.Popen(command, stdout=log, stderr=log, **options)
+    else:  # in a Ray that other runs use
+        process = start_run(config)
     wait_for_step(config, process, 2)
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == 130, Path(f"{config.out_dir}.log").read_text()
@@ -1049,7 +1061,7 @@ def test_ctrl_c_that_python_ignores_in_a_destructor_is_raised_again():
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_no_earlier_checkpoint(workshop):
+def test_a_full_disk_costs_no_earlier_checkpoint(workshop, rewards_here):
     """A limit on file sizes simulates a full disk: the kernel rejects the write in the same place."""
     config = run_config(workshop, "full", total_steps=1)
     grpo_trainer.train(config)
@@ -1108,7 +1120,7 @@ def test_the_estimate_of_memory_counts_the_parameters(workshop, model):
 
 
 @pytest.mark.slow
-def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop):
+def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here):
     with pytest.raises(
         RuntimeError,
         match="100% of the samples that needed a verdict have none.*"
