@@ -140,6 +140,10 @@ SMALL = [
     "--no-val-before-train",
     "--num-threads",
     "1",
+    "--num-reward-workers",
+    "1",
+    "--sync-processes",
+    "1",
 ]
 
 
