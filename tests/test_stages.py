@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu_kit")]
 import check_gpu
+import forked
 import gpu_models
 import prepare_data
 import stages
@@ -179,12 +179,21 @@ def test_bad_input_is_rejected_first(arguments, error, monkeypatch):
         stages.main()
 
 
+@pytest.fixture(scope="module")
+def played_vllm(tmp_path_factory):
+    """Let this file's Ray, which must start afterwards, find a stand-in for vLLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path_factory.mktemp("vllm")))
+        yield
+
+
 @pytest.mark.slow
-def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, capfd, one_ray):
+def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, capfd, played_vllm, one_ray):
     """The trainers and the router are real, and a stand-in for vLLM serves the judge."""
-    monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "vllm"))
     data = tmp_path / "toy"
     prepare_data.prepare(prepare_data.Config(tasks=("toy",), out_dir=data))
+    for file in (data / "toy_test.parquet", data / "toy_total_test.parquet"):
+        pq.write_table(pq.read_table(file).slice(0, 8), file)
     capfd.readouterr()
     config = stages.Config("fapo", judge=MODELS / "judge", data=data, device="cpu", steps=2)
     stages.say("fapo", stages.fapo(config, tmp_path))
@@ -198,7 +207,11 @@ def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_trl_that_is_missing_is_an_error_and_our_steps_are_measured(tmp_path, capfd, one_ray):
+def test_trl_that_is_missing_is_an_error_and_our_steps_are_measured(
+    tmp_path, monkeypatch, capfd, played_vllm, one_ray
+):
+    python = forked.on_path(tmp_path / "bin").split(":")[0] + "/python"
+    monkeypatch.setattr(sys, "executable", python)
     config = stages.Config("trl", length=8, steps=2, **TINY)
     stages.say("trl", stages.trl(config, tmp_path))
     lines = lines_of(capfd)
@@ -209,14 +222,8 @@ def test_trl_that_is_missing_is_an_error_and_our_steps_are_measured(tmp_path, ca
 
 
 @pytest.mark.slow
-def test_speed_measures_rollouts_and_a_sync_on_servers(tmp_path, monkeypatch, capfd):
-    ray.shutdown()  # The file's Ray does not find the stand-in.
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setenv("PYTHONPATH", stand_in_for_vllm(tmp_path / "vllm"))
-    try:
-        stages.speed(stages.Config("speed", ways=("plain",), length=16, **TINY), tmp_path)
-    finally:
-        ray.shutdown()
+def test_speed_measures_rollouts_and_a_sync_on_servers(tmp_path, capfd, played_vllm, one_ray):
+    stages.speed(stages.Config("speed", ways=("plain",), length=16, **TINY), tmp_path)
     lines = lines_of(capfd)
     assert not [line for line in lines if "error" in line], lines
     rows = {line["property"]: line["found"] for line in lines if line["part"] == "rollouts"}
