@@ -19,7 +19,7 @@ def judge(path, body):
 
 
 @pytest.mark.slow
-def test_the_first_step_is_the_trainers(tmp_path, monkeypatch, capsys):
+def test_the_first_step_is_the_trainers(tmp_path, monkeypatch, capsys, one_ray):
     """A scripted judge replaces vLLM. The trainer shuffles its file, whose rows are therefore placed so that
     both draw the same rows in the same order.
     """
@@ -59,6 +59,7 @@ def test_the_first_step_is_the_trainers(tmp_path, monkeypatch, capsys):
             weight_decay=0.0,
             lr_warmup_steps=0,
             num_threads=1,
+            num_workers=1,
             save_every=0,
             device="cpu",
         )
