@@ -5,8 +5,6 @@ trains on its verdicts.
 import json
 import random
 import signal
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +16,7 @@ from test_reward_loop import free_port, until
 from toy import toy_world, warm_start
 
 
-def teach(folder, tokenizer, examples, steps=60):
+def teach(folder, tokenizer, examples, steps=40):
     """Train a tiny model to write what `examples()` contain, and nothing else."""
     model = warm_start.new_model(len(tokenizer), seed=0)
     warm_start.fit(model, tokenizer, examples, steps, 3e-3, 1e-3, 1.0, disable=True)
@@ -60,8 +58,9 @@ def world(tmp_path_factory, one_ray):
     teach(folder / "policy", tokenizer, guess)
     teach(folder / "judge", tokenizer, condemn)
     port = free_port()
-    command = [sys.executable, "genrm_server.py", "--model", folder / "judge", "--port", port, "--cpus", 1]
-    server = subprocess.Popen([str(part) for part in [*command, "--max-model-len", 512]])
+    command = ["genrm_server.py", "--model", folder / "judge", "--port", port, "--cpus", 1]
+    with open(folder / "judge.log", "w") as log:
+        server = forked.Script([*command, "--max-model-len", 512], log)
     until(lambda: answers(port), 240)
     yield folder, f"127.0.0.1:{port}"
     server.send_signal(signal.SIGTERM)
