@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import check_gpu
+import forked
 import gpu_models
 import grpo_trainer
 import causal_lm
@@ -227,6 +227,6 @@ def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeyp
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so_and_ends_with_2():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, check_gpu.__file__], capture_output=True, text=True, env=hidden)
+    done = forked.run([check_gpu.__file__], env=hidden)
     said = "no NVIDIA GPU was found, so there is nothing to check\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, said, "")
