@@ -230,6 +230,11 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
     assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] == 0
     assert (folder / "report.html").stat().st_size > 10_000
 
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("gsm8k_train_100.jsonl", "gsm8k_test_400.jsonl"):
+        lines = (ROOT / "tests/data" / name).read_text().splitlines()[:24]
+        (source / name).write_text("\n".join(lines))
     out = str(folder / "gsm8k")
     short = [
         *SMALL,
@@ -252,7 +257,7 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
         out,
         *short,
         folder=copy,
-        SOURCE_DIR=str(ROOT / "tests/data"),
+        SOURCE_DIR=str(source),
     )
     assert "reward/acc" in lines_of(out)[-1]  # the outcome rule adds metrics
     assert len(scores_of(out)) > 4
