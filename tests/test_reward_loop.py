@@ -64,7 +64,7 @@ def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch):
 
     alive = [{"Alive": True, "NodeManagerAddress": f"10.0.0.{node}"} for node in range(3)]
     monkeypatch.setattr(ray, "nodes", lambda: [*alive, {"Alive": False}])
-    assert len(start(f"{FAULTS}:sync_fault", num_workers=0)._workers) == 3
+    assert len(start(f"{FAULTS}:async_fault", num_workers=0)._workers) == 3
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,9 @@ def shared(local_ray):
         if function not in managers:
             patience = 4.0 if function == "async_fault" else 60.0  # some tests use functions that hang
             options = dict(num_workers=2, sync_processes=1, timeout=patience)
-            managers[function] = make_manager(reward_fn=f"{FAULTS}:{function}", **options)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ROUTER_API_KEY", "s3cret\n")  # for a test below
+                managers[function] = make_manager(reward_fn=f"{FAULTS}:{function}", **options)
         return managers[function]
 
     yield start_once
@@ -162,6 +164,14 @@ def sample(response, ground_truth="1", **columns):
         "extra_info": {"question": "1+0?", "split": "train"},
     }
     return row | columns
+
+
+def score_here(samples, reward_fn=None, **options):
+    """Score in this process, where only the function and its arguments matter."""
+    from played import RewardsHere  # imports the trainer, which scripts of this file do not need
+
+    rewards = RewardsHere(RewardOptions(reward_fn=reward_fn, **options))
+    return [rewards.submit(one).result() for one in samples]
 
 
 def until(condition, seconds=90.0):
@@ -313,6 +323,9 @@ OUTCOMES = {  # response -> (score, status, part of the extra info or of the err
     "sys_exit": (None, "error", "SystemExit: 3"),
     "library": (None, "error", "char 1) (faults.py:"),
     "circular": (None, "error", "ircular"),
+    # A function may lift Python's limits in its process, but they still apply in the driver.
+    "digits": (None, "error", "cannot be parsed: ValueError"),
+    "depth": (None, "error", "cannot be parsed: RecursionError"),
     "unknown": (None, "error", "KeyError: 'unknown'"),
 }
 
@@ -355,25 +368,12 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(shared):
     assert manager.score_batch([sample("one")])[0]["status"] == "ok"
 
 
-@pytest.mark.slow
-def test_what_python_cannot_read_back_costs_its_own_sample(start):
-    """A function may lift Python's limits in its process, but they still apply in the driver."""
-    responses = ["one", "digits", "one", "depth", "one"]
-    results = start(f"{FAULTS}:lifts_limits").score_batch([sample(response) for response in responses])
-    assert [result["status"] for result in results] == ["ok", "error", "ok", "error", "ok"]
-    assert "cannot be parsed: ValueError" in results[1]["reward_extra_info"]["error"]
-    assert "cannot be parsed: RecursionError" in results[3]["reward_extra_info"]["error"]
-
-
-@pytest.mark.slow
-def test_a_function_gets_the_columns_that_it_names(shared):
-    manager = shared("names_columns")
+def test_a_function_gets_the_columns_that_it_names():
+    """In test_what_a_function_of_groups_is_given, the manager rejects a row without such a column."""
     rows = [sample("x", response_length=7), sample("x")]
-    seen = [result["reward_extra_info"]["seen"] for result in manager.score_batch(rows)]
+    results = score_here(rows, f"{FAULTS}:names_columns")
+    seen = [result["reward_extra_info"]["seen"] for result in results]
     assert seen == [[rows[0]["prompt"], 7], [rows[0]["prompt"], None]]
-    del rows[0]["prompt"]
-    with pytest.raises(ValueError, match="no column 'prompt'"):
-        manager.submit(rows[0])
 
 
 @pytest.mark.slow
@@ -414,11 +414,11 @@ def test_processes_for_a_sync_function(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["has_a_loop_of_its_own", "looks_sync"])
-def test_sync_functions_and_event_loops(start, function):
-    results = start(f"{FAULTS}:{function}").score_batch([sample("x")] * 3)
-    assert [result["status"] for result in results] == ["ok"] * 3
-    assert all(result["reward_extra_info"].get("loops", 1) == 1 for result in results)
+def test_sync_functions_and_event_loops(start, shared):
+    for manager, response in ((shared("sync_fault"), "own_loop"), (start(f"{FAULTS}:looks_sync"), "x")):
+        results = manager.score_batch([sample(response)] * 3)
+        assert [result["status"] for result in results] == ["ok"] * 3
+        assert all(result["reward_extra_info"].get("loops", 1) == 1 for result in results)
 
 
 @pytest.mark.slow
@@ -432,15 +432,14 @@ def test_a_grading_process_that_hangs_while_it_starts(start, tmp_path, monkeypat
     assert result["status"] == "timeout" and "no result within 6 s" in result["reward_extra_info"]["error"]
 
 
-@pytest.mark.parametrize("function", ["environment", "async_environment"])
-def test_workers_get_the_key_and_many_open_files(start, monkeypatch, function):
+@pytest.mark.parametrize("function", ["sync_fault", "async_fault"])
+def test_workers_get_the_key_and_many_open_files(shared, function):
     """The cluster was started without the key.
 
     It comes from the manager's environment and is not stored anywhere.
     """
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
-    manager = start(f"{FAULTS}:{function}")
-    found = manager.score_batch([sample("x")])[0]["reward_extra_info"]
+    manager = shared(function)
+    found = manager.score_batch([sample("environment")])[0]["reward_extra_info"]
     assert found["key"] == "s3cret" and found["files"] == found["most_files"]
     assert "s3cret" not in repr(manager.job) + repr(manager.options)
 
@@ -488,20 +487,18 @@ def test_sys_exit_in_a_task_costs_its_own_sample(shared):
     assert results[9]["reward_score"] is None
 
 
-def test_each_sample_has_its_own_extra_info(start):
-    manager = start(f"{FAULTS}:mutates")
-    shared = {"list": ["a"]}
-    results = manager.score_batch(
-        [sample("", ground_truth=str(index), extra_info=shared) for index in range(8)]
-    )
+def test_each_sample_has_its_own_extra_info(shared):
+    info = {"list": ["a"]}
+    samples = [sample("mutates", ground_truth=str(index), extra_info=info) for index in range(8)]
+    results = shared("sync_fault").score_batch(samples)
     assert [result["reward_extra_info"]["seen"] for result in results] == [
         ["a", str(index)] for index in range(8)
     ]
-    assert shared == {"list": ["a"]}
+    assert info == {"list": ["a"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["takes_step", "async_takes_step", "takes_anything"])
+@pytest.mark.parametrize("function", ["takes_step", "takes_anything"])  # the second one is async
 def test_step_and_seconds(start, function):
     """Functions that name `step` get it as an argument, and it is in extra_info.
 
@@ -563,6 +560,11 @@ def test_a_group_is_one_call_whose_failure_costs_that_group_alone(start, functio
         else:
             assert (result["reward_score"], result["status"]) == expected[place]
     assert len({id(result["reward_extra_info"]) for result in results}) == len(results)
+    # A list with one text is a text, and another list is an error.
+    futures = manager.submit_group([sample("ab"), sample(["dict"])])
+    assert [future.result(60)["reward_score"] for future in futures] == [2.0, 1.0]
+    futures = manager.submit_group([sample("ab"), sample(["a", "b"])])
+    assert [future.result(60)["status"] for future in futures] == ["error"] * 2
 
 
 def test_what_a_function_of_groups_is_given(start):
@@ -588,6 +590,8 @@ def test_what_a_function_of_groups_is_given(start):
     del rows[3]["prompt"]
     with pytest.raises(KeyError, match="prompt"):
         manager.score_batch(rows)
+    with pytest.raises(ValueError, match="no column 'prompt'"):
+        manager.submit(rows[3])
     with pytest.raises(ValueError, match="no column 'response_length'"):
         manager.submit_group([rows[0], sample("a")])
 
@@ -615,23 +619,19 @@ def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
 
 def test_a_response_that_is_not_a_text_is_an_error_and_not_a_wrong_answer(start, caplog):
     """Data sets store one text, one message, or several of either in this column."""
-    manager = start("compute_score.py:compute_score")
+    manager = start(None)  # the default rule
     right = "\\boxed{1}"
     message = {"role": "assistant", "content": right}
     texts = [right, [right], [message]]
     others = [[right, right], [message, message], [], None, 1, message, [{"content": [right]}], [[right]]]
-    results = manager.score_batch([sample(response) for response in texts + others])
+    *results, wrong = manager.score_batch([sample(text) for text in [*texts, *others, "\\boxed{2}"]])
+    assert (wrong["reward_score"], wrong["reward_extra_info"]["acc"]) == (-1.0, False)
+    assert [result["reward_extra_info"]["acc"] for result in results[:3]] == [True] * 3
     assert [result["status"] for result in results] == ["ok"] * 3 + ["error"] * 8
     assert [result["reward_score"] for result in results] == [1.0] * 3 + [None] * 8
     said = [result["reward_extra_info"]["error"] for result in results[3:]]
     assert all("column response: " in text and "one string per row" in text for text in said)
     assert "column response: ['\\\\boxed{1}'" in caplog.text
-
-    grouped = start(f"{GROUPS}:sync_group")
-    futures = grouped.submit_group([sample("ab"), sample(["dict"])])
-    assert [future.result(60)["reward_score"] for future in futures] == [2.0, 1.0]
-    futures = grouped.submit_group([sample("ab"), sample(["a", "b"])])
-    assert [future.result(60)["status"] for future in futures] == ["error"] * 2
 
 
 def test_score_one_from_many_loops_and_threads(shared):
@@ -702,30 +702,6 @@ def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(sta
         manager.score_batch([sample("one")])
 
 
-@pytest.mark.slow
-def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
-    class Models:
-        router_addresses = {"genrm": serve(critic).address}
-        calls = []
-
-        def check(self):
-            pass
-
-        def wake_up(self):
-            self.calls.append("wake")
-
-        def sleep(self):
-            self.calls.append("sleep")
-
-    models = Models()
-    manager = start(f"{ROOT}/compute_score.py:compute_score_fapo", reward_models=models)
-    results = manager.score_batch([sample("\\boxed{1}")] * 3)
-    assert [result["reward_score"] for result in results] == [1.0] * 3
-    with pytest.raises(ValueError):
-        manager.score_batch([{}])
-    assert models.calls == ["wake", "sleep"] * 2
-
-
 def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
     """Otherwise, each sample would wait for its time limit."""
 
@@ -744,7 +720,9 @@ def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
         waiting.result(60)
 
 
-def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
+def test_start_rewards_starts_the_models_wakes_them_for_a_batch_and_ends_all(
+    local_ray, serve, tmp_path, monkeypatch
+):
     from cluster import placement
 
     events = []
@@ -772,11 +750,12 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
     with contextlib.ExitStack() as stack:
         manager = reward_loop.start_rewards(options, stack, sleep_mode=True)
         assert len(manager._workers) == 2  # there is one node
-        assert manager.score_batch([sample("\\boxed{1}")])[0]["reward_score"] == 1.0
-    assert (
-        events == [[("judge", "generate", 2, True)], "wake_up", "sleep", "shutdown"]
-        and local_ray.is_initialized()
-    )
+        results = manager.score_batch([sample("\\boxed{1}")] * 3)
+        assert [result["reward_score"] for result in results] == [1.0] * 3
+        with pytest.raises(ValueError):
+            manager.score_batch([{}])
+    assert events == [[("judge", "generate", 2, True)], *["wake_up", "sleep"] * 2, "shutdown"]
+    assert local_ray.is_initialized()
     with pytest.raises(RuntimeError, match="shut down"):
         manager.submit(sample("x"))
 
@@ -853,13 +832,14 @@ CHILDREN = ["child returns", "child raises", "child exits", "child ends"]
 
 
 @pytest.mark.slow
-def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
+def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(start):
     """A forked child that returns from the function would answer for the next sample, and for all samples
     after it.
     """
-    responses = [*CHILDREN, "child writes", "", "noise", "noise1 [[]]\n", "noise\0\0\0\5", ""] * 2
+    children = [*CHILDREN, "child writes", ""]
+    responses = [*children, "noise", "noise1 [[]]\n", "noise\0\0\0\5", "", *children]
     samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
-    results = shared("forks").score_batch(samples)
+    results = start(f"{FAULTS}:forks").score_batch(samples)
     for index, (response, result) in enumerate(zip(responses, results)):
         if response in ("noise1 [[]]\n", "noise\0\0\0\5"):  # this sample loses only its own result
             assert result["status"] == "error" and result["reward_score"] is None
@@ -869,10 +849,10 @@ def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
 
 
 @pytest.mark.slow
-def test_an_async_function_that_forks_gives_no_other_sample_a_score(shared):
+def test_an_async_function_that_forks_gives_no_other_sample_a_score(start):
     responses = [*CHILDREN, ""] * 4
     samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
-    results = shared("forks_async").score_batch(samples)
+    results = start(f"{FAULTS}:forks_async").score_batch(samples)
     assert [result["reward_score"] for result in results] == [float(index) for index in range(len(samples))]
 
 
@@ -896,19 +876,19 @@ def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, 
     (tmp_path / "parts_of_a_rule" / "later.py").write_text("WEIGHT = 1.0\n")
     (tmp_path / "rule.py").write_text(EDITED.format(kind=kind, mark=str(tmp_path / "mark")))
     manager = start(f"{tmp_path}/rule.py:rule")
-    for edited in ("rule.py", "weight_of_a_rule.py", "parts_of_a_rule/later.py"):
+    files = ["weight_of_a_rule.py", "rule.py", "parts_of_a_rule/later.py"]
+    for edited in files[:1] if kind else files:  # what loads them is the same in workers and processes
         assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
         original = (tmp_path / edited).read_text()
         (tmp_path / edited).write_text(original.replace("1.0", "100.0") + "def unfinished(:\n")
-        results = manager.score_batch([sample("die"), *[sample("one")] * 4])
+        results = manager.score_batch([sample("die"), sample("one")])
         assert {result["reward_score"] for result in results} <= {2.0, None}
         (last,) = manager.score_batch([sample("one")])
         assert last["status"] == "error" and f"{tmp_path / edited} has changed" in caplog.text
         (tmp_path / edited).write_text(original)  # the remedy in the message
         (tmp_path / "mark").unlink()
-        if kind:  # only a new worker loads the file again
-            manager.shutdown()
-            manager = start(f"{tmp_path}/rule.py:rule")
+    if kind:  # only a new worker loads the file again
+        manager = start(f"{tmp_path}/rule.py:rule")
     assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
 
 
@@ -986,17 +966,16 @@ def test_modules_of_the_user_may_have_the_names_of_ours(start, tmp_path, kind):
     assert importlib.import_module("tools.view_run") and importlib.import_module("cluster.placement")
 
 
-def test_what_verl_always_sets_is_there(start, tmp_path):
+def test_what_verl_always_sets_is_there(tmp_path):
     file = tmp_path / "turns.py"
     file.write_text(
         "def rule(data_source, solution_str, ground_truth, extra_info):\n"
         "    rewards = extra_info['rollout_reward_scores']\n"
         "    return float(extra_info['num_turns'] + len(rewards))\n"
     )
-    manager = start(f"{file}:rule")
     turns = [{"who": "policy", "text": "one"}] * 4
     samples = [sample("one"), sample("one", num_turns=6), sample("one", turns=turns)]
-    assert [result["reward_score"] for result in manager.score_batch(samples)] == [2.0, 6.0, 5.0]
+    assert [result["reward_score"] for result in score_here(samples, f"{file}:rule")] == [2.0, 6.0, 5.0]
 
 
 def test_a_loopback_address_is_rejected_if_workers_are_on_other_machines(start, local_ray, monkeypatch):
@@ -1027,15 +1006,6 @@ def test_a_grading_process_that_cannot_load_its_function_ends_without_a_tracebac
 # ---- judges, limits, retries
 
 
-def test_default_rule(start):
-    manager = start(None)
-    results = manager.score_batch([sample("\\boxed{1}"), sample("\\boxed{2}")])
-    assert [(result["reward_score"], result["reward_extra_info"]["acc"]) for result in results] == [
-        (1.0, True),
-        (-1.0, False),
-    ]
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Return the path of a small tokenizer with a BOS token in its chat template."""
@@ -1060,7 +1030,7 @@ async def classifier(request):
 
 
 @pytest.mark.slow
-def test_discriminative_model_without_a_function(start, serve, tokenizer, monkeypatch):
+def test_discriminative_model_without_a_function(serve, tokenizer, monkeypatch):
     monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
     server = serve(classifier)
     options = {
@@ -1068,11 +1038,11 @@ def test_discriminative_model_without_a_function(start, serve, tokenizer, monkey
         "reward_model_task": ("classify",),
         "reward_model_tokenizer": tokenizer,
     }
-    results = start(None, **options).score_batch([sample("good"), sample("\\boxed{1}")])
+    results = score_here([sample("good"), sample("\\boxed{1}")], **options)
     assert server.keys == {"Bearer s3cret"}
-    assert [body["input"] for body in sorted(server.requests, key=str)] == [
-        "<s>[user]1+0?[assistant]\\boxed{1}",
+    assert [body["input"] for body in server.requests] == [
         "<s>[user]1+0?[assistant]good",
+        "<s>[user]1+0?[assistant]\\boxed{1}",
     ]
     assert all(
         body["add_special_tokens"] is False and body["use_activation"] is False for body in server.requests
@@ -1083,13 +1053,13 @@ def test_discriminative_model_without_a_function(start, serve, tokenizer, monkey
 
 
 @pytest.mark.slow
-def test_tokenizers_give_token_ids_as_functions_for_verl_expect(start, tokenizer, tmp_path):
+def test_tokenizers_give_token_ids_as_functions_for_verl_expect(tokenizer, tmp_path):
     body = "def ask(solution_str, reward_model_tokenizer, **_):\n"
     body += "    messages = [{'role': 'user', 'content': solution_str}]\n"
     body += "    ids = reward_model_tokenizer.apply_chat_template(messages, tokenize=True)\n"
     body += "    return {'score': 1.0, 'ids': ids}\n"
     options = {"router_address": ("127.0.0.1:1",), "reward_model_tokenizer": tokenizer}
-    (result,) = start(write_function(tmp_path, body), **options).score_batch([sample("hello")])
+    (result,) = score_here([sample("hello")], write_function(tmp_path, body), **options)
     assert result["reward_extra_info"]["ids"] == [0, 1]
 
 
@@ -1118,7 +1088,9 @@ def test_the_model_is_looked_up_for_functions_with_one_judge_only(tmp_path):
 
 
 @pytest.mark.slow
-def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tmp_path, caplog):
+def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tmp_path):
+    """Other tests have an address without a router, where one server is assumed."""
+
     async def slow(request):
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
@@ -1126,20 +1098,14 @@ def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tm
     server = serve(slow)
     server.workers = [{"url": "http://a:1"}] * 3
     manager = start(write_function(tmp_path, ASK), router_address=(server.address,))
-    manager.score_batch([sample("x")] * 1000)
+    manager.score_batch([sample("x")] * 500)
     assert manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
     assert reward_loop.IN_FLIGHT_PER_SERVER < server.most <= manager.max_in_flight
-    # Without a router, one server is assumed.
-    for address, warning in ((serve(critic).address, ""), (f"127.0.0.1:{free_port()}", "no response yet")):
-        caplog.clear()
-        manager = start(write_function(tmp_path, ASK), router_address=(address,))
-        assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER
-        assert warning in caplog.text and bool(warning) == bool(caplog.text)
     assert shared("sync_fault").max_in_flight == 2048
 
 
 @pytest.mark.slow
-def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
+def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve, caplog):
     """Otherwise, another model that the address serves later could judge the rest of the run."""
     names, card = ["judge"], {"max_model_len": 4096}
 
@@ -1151,6 +1117,7 @@ def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     server = serve(judge)
     options = dict(function=f"{ROOT}/compute_score.py:compute_score_fapo", router_address=(server.address,))
     manager = start(**options, num_workers=2)
+    assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER and not caplog.text  # not a router
     names[:] = ["zeta", "alpha"]
     results = manager.score_batch([sample(f"{number}\n\n\\boxed{{1}}") for number in range(6)])
     assert {result["status"] for result in results} == {"ok"}
@@ -1168,7 +1135,7 @@ def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     assert server.paths.count("/v1/models") == 2
 
     card["root"] = "/models/judge"  # Both are names of one model.
-    assert start(**options).job.kwargs["genrm_model"] == "alpha"
+    assert reward_loop.chosen_model(server.address, {"genrm_model": None}) == {"genrm_model": "alpha"}
 
 
 @pytest.mark.slow
@@ -1178,27 +1145,23 @@ def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
         mark = 10 if "good" in body["messages"][0]["content"] else 2
         return web.json_response({"choices": [{"message": {"content": f"Let me see.\n\n{mark}"}}]})
 
-    addresses = {"router_address": (serve(judge).address,), "reward_model_tokenizer": tokenizer}
-    manager = start(f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k", **addresses)
+    judged = f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k"  # It leaves its tokenizer unused.
+    manager = start(judged, router_address=(serve(judge).address,))
     results = manager.score_batch([sample("good"), sample("bad")])
     assert [(result["reward_score"], result["reward_extra_info"]["acc"]) for result in results] == [
         (10.0, True),
         (2.0, False),
     ]
-    manager.shutdown()
 
-    addresses["router_address"] = (serve(classifier).address,)
-    manager = start(f"{FUNCTIONS}/verl_rule_with_disrm.py:compute_score", **addresses)
-    results = manager.score_batch([sample("#### 1"), sample("#### 2")])
+    options = {"router_address": (serve(classifier).address,), "reward_model_tokenizer": tokenizer}
+    samples = [sample("#### 1"), sample("#### 2")]
+    results = score_here(samples, f"{FUNCTIONS}/verl_rule_with_disrm.py:compute_score", **options)
     assert [result["reward_score"] for result in results] == [pytest.approx(1 + 27 / 100), 0.0]
     assert results[1]["reward_extra_info"] == {"score": 0.0, "acc": False}
-    manager.shutdown()
 
     # A simple rule also works while a model is running.
-    manager = start(f"{FUNCTIONS}/verl_sync_rule.py:compute_score", **addresses)
-    assert [
-        result["reward_score"] for result in manager.score_batch([sample("#### 1"), sample("#### 2")])
-    ] == [1.0, 0.0]
+    results = start(f"{FUNCTIONS}/verl_sync_rule.py:compute_score", **options).score_batch(samples)
+    assert [result["reward_score"] for result in results] == [1.0, 0.0]
 
 
 def write_function(folder, body, name="ask"):
@@ -1218,8 +1181,7 @@ async def ask(
 """
 
 
-@pytest.mark.slow
-def test_several_reward_models_by_name(start, serve, tmp_path):
+def test_several_reward_models_by_name(serve, tmp_path):
     async def first(request):
         return web.Response(text="first")
 
@@ -1227,15 +1189,15 @@ def test_several_reward_models_by_name(start, serve, tmp_path):
         return web.Response(text="second")
 
     addresses = (f"a={serve(first).address}", f"b={serve(second).address}")
-    manager = start(write_function(tmp_path, ASK), router_address=addresses)
-    results = manager.score_batch([sample("x", data_source=name) for name in ("a", "b", "other")])
+    samples = [sample("x", data_source=name) for name in ("a", "b", "other")]
+    results = score_here(samples, write_function(tmp_path, ASK), router_address=addresses)
     assert [result["reward_extra_info"]["said"] for result in results] == ["first", "second", "first"]
 
 
-def test_a_function_can_pass_on_what_it_is_given(start):
+def test_a_function_can_pass_on_what_it_is_given():
     """A function with `**settings` gets those of one model, even if several are running."""
-    manager = start(f"{GROUPS}:passes_settings_on", router_address=("h:1", "rm=h:2"), reward_kwargs={"a": 1})
-    (result,) = manager.score_batch([sample("x")])
+    options = dict(router_address=("h:1", "rm=h:2"), reward_kwargs='{"a": 1}')
+    (result,) = score_here([sample("x")], f"{GROUPS}:passes_settings_on", **options)
     given = ["a", "reward_model_tokenizer", "reward_router_address"]
     assert result["reward_extra_info"]["settings"] == given
 
@@ -1479,7 +1441,11 @@ def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
         options = reward_loop.RewardOptions(reward_fn="{tmp_path}/rule.py:rule", num_workers=1)
         reward_loop.RewardLoopManager(options)
     """
-    environment = os.environ | {"RAY_memory_usage_threshold": "0.001", "RAY_ADDRESS": "local"}
+    environment = os.environ | {
+        "RAY_memory_usage_threshold": "0.001",
+        "RAY_memory_monitor_refresh_ms": "1000",  # often enough, as the function takes longer to load
+        "RAY_ADDRESS": "local",
+    }
     ended = forked.run(["-c", textwrap.dedent(code)], env=environment, timeout=300)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("RuntimeError")]
     assert "a reward worker cannot be started: out of memory. Ray reports: " in line
@@ -1490,7 +1456,7 @@ def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_judge_is_down_for_some_seconds(start, serve, tmp_path):
+def test_judge_is_down_for_some_seconds(start, serve, tmp_path, caplog):
     """No sample is lost, and none is rewarded as if the judge had found no flaw."""
 
     async def finds_a_flaw(request):
@@ -1500,12 +1466,13 @@ def test_judge_is_down_for_some_seconds(start, serve, tmp_path):
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 9}})
 
     port = free_port()
-    options = dict(num_workers=2, router_address=(f"127.0.0.1:{port}",))
+    options = dict(router_address=(f"127.0.0.1:{port}",))
     fapo = start(f"{ROOT}/compute_score.py:compute_score_fapo", **options)
     raises = start(write_function(tmp_path, ASK), **options)
+    assert raises.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER and "no response yet" in caplog.text
     comes_back = threading.Timer(5, lambda: serve(finds_a_flaw, port))
     comes_back.start()
-    waiting = [[manager.submit(sample("\\boxed{1}")) for _ in range(50)] for manager in (fapo, raises)]
+    waiting = [[manager.submit(sample("\\boxed{1}")) for _ in range(20)] for manager in (fapo, raises)]
     judged, answered = ([future.result(300) for future in futures] for futures in waiting)
     comes_back.join()
     assert {result["status"] for result in answered} == {"ok"}

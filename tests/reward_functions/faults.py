@@ -3,9 +3,10 @@
 import asyncio
 import collections.abc
 import contextlib
+import ctypes
 import json
 import os
-import re
+import resource
 import signal
 import sys
 import threading
@@ -13,7 +14,6 @@ import time
 from typing import Literal
 
 import helper_beside  # The loop must make this file importable, which is in the same folder.
-import numpy as np
 
 circular = []
 circular.append(circular)
@@ -43,7 +43,7 @@ class Unprintable(Exception):
         raise AttributeError("as aiohttp's errors do that were made without a request")
 
 
-def act(response):
+def act(response, ground_truth=None, extra_info=None):
     """Do what sync and async functions have in common."""
     if response == "raise":
         raise KeyError("no such thing")
@@ -55,21 +55,52 @@ def act(response):
         os._exit(1)
     if response == "block":
         time.sleep(3600)
-    if response == "block_all_threads":  # a regular expression does not release the interpreter
-        re.match(r"(a+)+$", "a" * 60 + "b")
+    if response == "block_all_threads":  # as long regular expressions do
+        ctypes.PyDLL(None).sleep(3600)  # does not release the interpreter
     if response == "library":
         json.loads("{")
     if response == "helper":
         return helper_beside.answer()
     if response == "numpy":
+        import numpy as np
+
         return {"score": np.float32(0.5), "array": np.arange(3), "flag": np.bool_(True)}
     if response == "pid":
         return {"score": 1.0, "pid": os.getpid()}
+    if response == "environment":
+        files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        key = os.environ.get("ROUTER_API_KEY")
+        return {"score": 1.0, "key": key, "files": files, "most_files": most_files}
+    if response == "mutates":
+        seen = extra_info["list"] + [ground_truth]
+        extra_info["list"].append("mutated")
+        return {"score": 1.0, "seen": seen}
+    if response in ("digits", "depth"):
+        return {"score": 1.0, "thing": beyond_limits(response)}
     return RETURNS[response]
 
 
 def sync_fault(data_source, solution_str, ground_truth, extra_info):
-    return act(solution_str)
+    if solution_str == "own_loop":
+
+        async def answer():
+            await asyncio.sleep(0)
+            return 1.0
+
+        return asyncio.run(answer())
+    return act(solution_str, ground_truth, extra_info)
+
+
+def beyond_limits(kind):
+    """Return a value that can be read only without Python's limits."""
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(100_000)
+    if kind == "digits":
+        return 10**16_901
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    return nested
 
 
 async def async_fault(data_source, solution_str, ground_truth, extra_info):
@@ -158,16 +189,6 @@ def has_types(
     return 1.0
 
 
-def lifts_limits(data_source, solution_str, ground_truth, extra_info):
-    """Return a value that can be read only without Python's limits."""
-    sys.set_int_max_str_digits(0)
-    sys.setrecursionlimit(100_000)
-    nested = []
-    for _ in range(5000):
-        nested = [nested]
-    return {"score": 1.0, "thing": {"digits": 10**16_901, "depth": nested}.get(solution_str)}
-
-
 def sets_an_alarm(data_source, solution_str, ground_truth, extra_info):
     """Set an alarm as some time limits do, and never cancel it.
 
@@ -200,12 +221,6 @@ def of_math_dapo(solution_str, ground_truth, strict_box_verify=False, pause_toke
     return {"score": 1.0, "acc": True}
 
 
-def mutates(data_source, solution_str, ground_truth, extra_info):
-    seen = extra_info["list"] + [ground_truth]
-    extra_info["list"].append("mutated")
-    return {"score": 1.0, "seen": seen}
-
-
 def with_marks(data_source, solution_str, ground_truth, extra_info, folder):
     """Write a file named after the process, then take a while."""
     open(os.path.join(folder, str(os.getpid())), "w").close()
@@ -224,38 +239,13 @@ def takes_step(data_source, solution_str, ground_truth, extra_info, step=None):
     return {"score": 1.0, "seen": [step, extra_info.get("step")]}
 
 
-async def async_takes_step(data_source, solution_str, ground_truth, extra_info, step=None):
+async def takes_anything(solution_str, extra_info, **others):
     await asyncio.sleep(float(solution_str))
-    return {"score": 1.0, "seen": [step, extra_info.get("step")]}
-
-
-def takes_anything(solution_str, extra_info, **others):
-    time.sleep(float(solution_str))
     return {"score": 1.0, "seen": [others.get("step"), extra_info.get("step")]}
-
-
-def environment(data_source, solution_str, ground_truth, extra_info):
-    """Return what the function finds in its environment."""
-    import resource
-
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {"score": 1.0, "key": os.environ.get("ROUTER_API_KEY"), "files": files, "most_files": most_files}
-
-
-async def async_environment(data_source, solution_str, ground_truth, extra_info):
-    return environment(data_source, solution_str, ground_truth, extra_info)
 
 
 def takes_no_extra_info(data_source, solution_str, ground_truth):
     return 1.0
-
-
-def has_a_loop_of_its_own(data_source, solution_str, ground_truth, extra_info):
-    async def answer():
-        await asyncio.sleep(0)
-        return 1.0
-
-    return asyncio.run(answer())
 
 
 loops = set()
