@@ -19,6 +19,7 @@ import grpo_trainer
 import reward_loop
 import reward_worker
 import run_folder
+import score_file
 from policy import Sample
 from settings import PolicyOptions
 from toy import toy_world
@@ -173,6 +174,10 @@ class RewardsHere:
     def submit_group(self, samples):
         return [self.submit(sample) for sample in samples]
 
+    def score_batch(self, samples, on_result):
+        for position, sample in enumerate(samples):
+            on_result(position, self.submit(sample).result())
+
     def submit(self, sample):
         arguments = reward_loop.arguments_of(self.job, [sample])
         with asyncio.Runner() as runner:
@@ -182,6 +187,11 @@ class RewardsHere:
         result = {"reward_score": score, "reward_extra_info": info, "status": status, "seconds": 0.0}
         future.set_result(result)
         return future
+
+
+def score_here(monkeypatch):
+    """Score files in the test's own process from now on."""
+    monkeypatch.setattr(score_file, "start_rewards", lambda options, stack: RewardsHere(options))
 
 
 def without_ray(monkeypatch):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import forked
-from played import server
+from played import score_here, server
 from test_compute_score import Judge, completion
 
 from tools import evaluate_genrm
@@ -123,16 +122,18 @@ def answer(request: dict) -> str:
 
 
 def run(judge: Judge, config: Config) -> list[dict]:
+    """Score in this process. test_command_line has the workers of the Reward Loop."""
+
     async def main():
         async with judge.running():
             config.router_address = judge.address
             return await asyncio.to_thread(judge_rows, read_judge_rows(config.data, config.limit), config)
 
-    return asyncio.run(main())
+    with pytest.MonkeyPatch.context() as patch:
+        score_here(patch)
+        return asyncio.run(main())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_a_whole_run(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # the judge must not be reached through a proxy
     progress = []
@@ -156,7 +157,6 @@ def test_a_whole_run(bench, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=2, concurrency=2)
     rows = run(Judge(lambda request: 400 if problem_of(request) in (1, 4) else answer(request)), config)
@@ -182,8 +182,6 @@ def test_resume_asks_only_for_what_is_missing(bench, tmp_path):
     assert len(judge.requests) == 6  # one more critique per row
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_the_judge_gets_all_messages_of_a_row(bench, tmp_path):
     rows = pq.read_table(bench).to_pylist()
     system = {"role": "system", "content": "You are a strict grader."}
@@ -203,8 +201,6 @@ def test_the_judge_gets_all_messages_of_a_row(bench, tmp_path):
     assert [row["critiques"][0]["score"] for row in judged] == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
     calls = []
 
@@ -217,8 +213,6 @@ def test_samples_of_one_row_may_fail_alone(bench, tmp_path):
     assert "{'ok': 12, 'http_error': 6}" in report(rows)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_path):
     def long(request):
         return completion("\\boxed{-1} and so", "length") if problem_of(request) == 0 else answer(request)
@@ -240,8 +234,6 @@ def test_a_critique_that_was_cut_has_no_vote_and_is_not_asked_again(bench, tmp_p
     assert run(judge, config) == rows and judge.requests == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_a_resumed_run_has_the_same_settings_and_version_of_compute_score(bench, tmp_path):
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1)
     run(Judge(answer), config)
@@ -264,8 +256,6 @@ def test_a_resumed_run_has_the_same_settings_and_version_of_compute_score(bench,
         run(Judge(answer), config)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_what_changes_no_answer_throws_none_away(bench, tmp_path):
     """Pass --limit by mistake; then reorder the rows, correct a label and enlarge the server's context."""
     config = Config(data=bench, router_address="", out=tmp_path / "c.parquet", n=1, limit=4)
@@ -389,28 +379,15 @@ def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
 def test_command_line(bench, tmp_path):
-    async def call(*arguments, real=False):
-        command, options = ["-m", "tools.evaluate_genrm", *arguments], dict(timeout=240)
-        start = forked.run
-        if real:
-            start, command = subprocess.run, [sys.executable, *command]
-            options |= dict(cwd=REPO, capture_output=True, text=True)
-        done = await asyncio.to_thread(start, command, **options)
-        return done.returncode, done.stdout, done.stderr
-
     async def main():
         arguments = ["--data", str(bench), "--out", str(tmp_path / "c.parquet"), "--n", "1"]
         async with Judge(answer).running() as judge:
-            code, out, err = await call(*arguments, "--router-address", judge.address, real=True)
-        assert (code, "FlawedPositiveBench" in out) == (0, True), err
-        # every time, such as a long prompt
-        refused = Judge(lambda request: 400 if problem_of(request) == 3 else answer(request))
-        arguments[3] = str(tmp_path / "d.parquet")
-        async with refused.running():
-            code, out, err = await call(*arguments, "--router-address", refused.address)
-        assert (code, "INCOMPLETE" in out) == (1, True), err
+            command = [sys.executable, "-m", "tools.evaluate_genrm", *arguments]
+            command += ["--router-address", judge.address]
+            options = dict(cwd=REPO, capture_output=True, text=True, timeout=240)
+            done = await asyncio.to_thread(subprocess.run, command, **options)
+        assert (done.returncode, "FlawedPositiveBench" in done.stdout) == (0, True), done.stderr
 
     asyncio.run(main())
     rows = pq.read_table(tmp_path / "c.parquet").to_pylist()
@@ -418,3 +395,14 @@ def test_command_line(bench, tmp_path):
     assert rows[1]["critiques"] == [
         {"status": "ok", "text": "so \\boxed{1}", "tokens": 12, "index": 1, "score": 1.0}
     ]
+
+
+def test_a_command_whose_requests_fail_every_time_has_exit_code_1(bench, tmp_path, monkeypatch, capsys):
+    """An example is a prompt that is too long."""
+    arguments = ["--data", bench, "--out", tmp_path / "c.parquet", "--n", "1", "--router-address", "h:1"]
+    monkeypatch.setattr(sys, "argv", ["evaluate_genrm.py", *map(str, arguments)])
+    refused = Judge(lambda request: 400 if problem_of(request) == 3 else answer(request))
+    monkeypatch.setattr(evaluate_genrm, "judge_rows", lambda rows, config: run(refused, config))
+    with pytest.raises(SystemExit) as ended:
+        evaluate_genrm.main()
+    assert ended.value.code == 1 and "INCOMPLETE" in capsys.readouterr().out

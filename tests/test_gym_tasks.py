@@ -13,8 +13,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-import forked
 import prepare_data
+import score_file
+from played import score_here
 from recipes import gym_tasks as tasks
 from test_trajectory import rolled_out
 from policy import Sample
@@ -211,17 +212,14 @@ def test_the_policy_answers_again_unless_the_verifier_is_content(sums, said, tur
         assert ("There is no answer" in asked) is (said == "5")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
-def test_a_file_of_responses_is_scored(sums, tmp_path):
+def test_a_file_of_responses_is_scored(sums, tmp_path, monkeypatch):
     lines = []
     for index, box in ((0, -4), (1, 5)):  # 4 - 1 - 7 and 1 + 5
         lines.append(json.dumps(sums[index] | {"response": f"\\boxed{{{box}}}"}))
     (tmp_path / "responses.jsonl").write_text("\n".join(lines))
-    command = ["score_file.py", "--data", str(tmp_path / "responses.jsonl")]
-    command += ["--out", str(tmp_path / "out.jsonl")]
-    command += ["--reward-fn", "recipes/gym_tasks.py:compute_score", "--num-workers", "1"]
-    done = forked.run(command, timeout=400)
-    assert done.returncode == 0, done.stderr
+    score_here(monkeypatch)
+    function = f"{ROOT}/recipes/gym_tasks.py:compute_score"
+    paths = dict(data=tmp_path / "responses.jsonl", out=tmp_path / "out.jsonl")
+    score_file.run(score_file.Config(reward_fn=function, **paths))
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["status"], row["reward_score"]) for row in out] == [("ok", 1.0), ("ok", 0.0)]

@@ -5,20 +5,17 @@ sentence in docs/guarantees.md, and a new sentence there needs a test here. A gu
 was once deleted with its test, and nobody noticed that the sentence had become untrue.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-
-import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
 KEPT_BY = {
     "No sample ever gets another sample's reward, even if a reward function forks, hangs, dies or writes to "
     "every open file.": (
-        "test_promises.test_every_row_of_a_file_gets_its_own_score",
+        "test_score_file.test_every_row_of_a_file_gets_its_own_score",
         "test_reward_loop.test_forks_and_noise_of_the_function_give_no_other_sample_a_score",
         "test_reward_loop.test_an_async_function_that_forks_gives_no_other_sample_a_score",
         "test_reward_loop.test_sys_exit_in_a_task_costs_its_own_sample",
@@ -187,49 +184,3 @@ def test_the_tests_of_a_guarantee_exist(sentence):
         file, _, test = name.partition(".")
         text = (ROOT / f"tests/{file}.py").read_text()
         assert re.search(rf"^(async )?def {test}\(", text, re.M), f"{name} is gone; see this file's header"
-
-
-CHAOS = '''
-import os, random, sys, time
-
-def by_index(data_source, solution_str, ground_truth, extra_info):
-    """The score is the sample's own number, whatever else happens in the meantime."""
-    index = extra_info["index"]
-    if index % 7 == 1 and os.fork() == 0:
-        return 1000.0  # the child comes back as well
-    if index % 7 == 2:
-        print("a line", index)
-        os.write(1, b"0 [[[1000.0, {}, 'ok']], false]\\n")
-    if index % 31 == 3 and not os.path.exists(f"{ground_truth}/{index}"):
-        open(f"{ground_truth}/{index}", "w").close()
-        os._exit(1)  # the grading process dies, once
-    if index % 7 == 4:
-        time.sleep(random.random() / 50)
-    return {"score": float(index), "index": index}
-'''
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
-def test_every_row_of_a_file_gets_its_own_score(tmp_path):
-    """Returning children, noise, deaths and random pauses must not move a score to a different row."""
-    (tmp_path / "chaos.py").write_text(CHAOS)
-    rows = []
-    for index in range(300):
-        rows.append(
-            {
-                "data_source": "x",
-                "prompt": [{"role": "user", "content": f"question {index}"}],
-                "response": "answer",
-                "reward_model": {"style": "rule", "ground_truth": str(tmp_path)},
-                "extra_info": {"index": index, "split": "train"},
-            }
-        )
-    (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = ["score_file.py", "--data", tmp_path / "responses.jsonl"]
-    command += ["--out", tmp_path / "scored.jsonl", "--reward-fn", f"{tmp_path}/chaos.py:by_index"]
-    done = forked.run(command, timeout=300)
-    assert done.returncode == 0, done.stderr
-    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
-    assert [row["reward_score"] for row in scored] == [float(index) for index in range(300)]
-    assert [json.loads(row["reward_extra_info"])["index"] for row in scored] == list(range(300))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import forked
-from played import server
+from played import score_here, server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
@@ -91,7 +91,7 @@ def test_command_line_scores_a_file(tmp_path):
     rows = [sample(response, score=1, **scored_before) for response in responses]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "responses.parquet")
     arguments = ["--data", tmp_path / "responses.parquet", "--reward-fn", f"{FAULTS}:sync_fault"]
-    arguments += ["--max-no-verdict-rate", "0.5"]
+    arguments += ["--max-no-verdict-rate", "0.5", "--num-workers", 1]
     for name in ("scored.parquet", "scored.jsonl"):
         ended = command_line(*arguments, "--out", tmp_path / name)
         assert ended.returncode == 0, ended.stderr
@@ -130,7 +130,7 @@ def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serv
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
     out = tmp_path / "scored.jsonl"
     arguments = ["--data", data, "--out", out, "--reward-fn", write_function(tmp_path, HALF)]
-    arguments += ["--router-address", f"127.0.0.1:{port}", "--http-retries", "0"]
+    arguments += ["--router-address", f"127.0.0.1:{port}", "--http-retries", "0", "--num-workers", 1]
     ended = command_line(*arguments)
     assert ended.returncode == 1 and "have no score" in ended.stderr
     assert "--max-no-verdict-rate" in ended.stderr
@@ -158,12 +158,17 @@ def test_a_judge_that_is_down_is_seen_also_when_few_answers_need_it(tmp_path):
     """
     rows = [sample("\\boxed{1}" if index % 7 == 0 else "\\boxed{2}") for index in range(700)]
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
-    arguments = ["--data", data, "--out", tmp_path / "scored.jsonl"]
-    arguments += ["--reward-fn", "compute_score.py:compute_score_fapo"]
-    arguments += ["--router-address", f"127.0.0.1:{free_port()}", "--reward-kwargs", '{"genrm_timeout_s": 1}']
-    ended = command_line(*arguments, cwd=ROOT)
-    assert ended.returncode == 1 and "100 samples have no score" in ended.stderr
-    assert not (tmp_path / "scored.jsonl").exists()
+    config = score_file.Config(
+        data=data,
+        out=tmp_path / "scored.jsonl",
+        reward_fn="compute_score.py:compute_score_fapo",
+        router_address=(f"127.0.0.1:{free_port()}",),
+        reward_kwargs='{"genrm_timeout_s": 1}',
+        num_workers=1,
+    )
+    with pytest.raises(RuntimeError, match="^100 samples have no score"):
+        score_file.run(config)
+    assert not config.out.exists()
 
 
 @pytest.mark.slow
@@ -172,32 +177,34 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     rows = [sample(response, response_length=10) for response in responses]
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
     function = Path(shutil.copytree(Path(FAULTS).parent, tmp_path / "functions"), "faults.py")
-    arguments = ["--data", data, "--out", out, "--reward-fn", f"{function}:sync_fault"]
-    ended = command_line(*arguments, "--max-no-verdict-rate", "0.02")
-    assert ended.returncode == 1 and "3 samples have no score" in ended.stderr
-    ended = command_line(*arguments, "--reward-kwargs", '{"a": 1}', "--resume")
-    assert ended.returncode == 2, ended.stderr
+    config = score_file.Config(data=data, out=out, reward_fn=f"{function}:sync_fault", num_workers=1)
+    with pytest.raises(RuntimeError, match="^3 samples have no score"):
+        score_file.run(dataclasses.replace(config, max_no_verdict_rate=0.02))
+    config.resume = True
+    with pytest.raises(ValueError):
+        score_file.run(dataclasses.replace(config, reward_kwargs='{"a": 1}'))
     write_jsonl(data, rows[:-1] + [sample("acc", response_length=10)])
-    ended = command_line(*arguments, "--resume")
-    assert ended.returncode == 2 and "different data" in ended.stderr and not out.exists()
+    with pytest.raises(ValueError, match=r"different data.*not the same: data\)"):
+        score_file.run(config)
+    assert not out.exists()
     write_jsonl(data, rows)
     function.write_text(function.read_text() + "# another version\n")
-    ended = command_line(*arguments, "--resume")
-    assert ended.returncode == 2 and "different reward function" in ended.stderr
+    with pytest.raises(ValueError, match=r"different reward function \(not the same: files\)"):
+        score_file.run(config)
     function.write_text(Path(FAULTS).read_text())
-    ended = command_line(*arguments, "--resume")  # still no verdict for some, but 3 % is below the limit
-    assert ended.returncode == 0, ended.stderr
+    score_file.run(config)  # still no verdict for some, but 3 % is below the limit
     assert [json.loads(line)["reward_score"] for line in out.open()] == [None] * 3 + [1.0] * 97
 
 
 @pytest.mark.slow
-def test_resume_notices_another_judge_behind_the_address(tmp_path, serve):
+def test_resume_notices_another_judge_behind_the_address(tmp_path, serve, monkeypatch):
     """Otherwise, the scores of two judges would be mixed.
 
     A judge that has not responded yet does not count as different.
     """
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
     partial = tmp_path / "scored.jsonl.partial.jsonl"
+    score_here(monkeypatch)
     port = free_port()
     config = score_file.Config(
         data=data,
@@ -346,7 +353,8 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
 
 
 @pytest.mark.slow
-def test_rows_without_some_columns_become_parquet(tmp_path):
+def test_rows_without_some_columns_become_parquet(tmp_path, monkeypatch):
+    score_here(monkeypatch)
     rows = [sample("one"), sample("none", extra="x")]
     data = tmp_path / "responses.parquet"
     pq.write_table(pa.Table.from_pylist([rows[0] | {"extra": None}, rows[1]]), data)
@@ -410,3 +418,47 @@ def test_command_line_goes_on_after_ctrl_c_and_a_kill(tmp_path):
     assert 0 < again <= 170  # at least 30 results were on disk
     assert [json.loads(line)["reward_score"] for line in out.open()] == [float(index) for index in range(200)]
     assert not partial.exists()
+
+
+CHAOS = '''
+import os, random, sys, time
+
+def by_index(data_source, solution_str, ground_truth, extra_info):
+    """The score is the sample's own number, whatever else happens in the meantime."""
+    index = extra_info["index"]
+    if index % 7 == 1 and os.fork() == 0:
+        return 1000.0  # the child comes back as well
+    if index % 7 == 2:
+        print("a line", index)
+        os.write(1, b"0 [[[1000.0, {}, 'ok']], false]\\n")
+    if index % 31 == 3 and not os.path.exists(f"{ground_truth}/{index}"):
+        open(f"{ground_truth}/{index}", "w").close()
+        os._exit(1)  # the grading process dies, once
+    if index % 7 == 4:
+        time.sleep(random.random() / 50)
+    return {"score": float(index), "index": index}
+'''
+
+
+@pytest.mark.slow
+def test_every_row_of_a_file_gets_its_own_score(tmp_path):
+    """Returning children, noise, deaths and random pauses must not move a score to a different row."""
+    (tmp_path / "chaos.py").write_text(CHAOS)
+    rows = []
+    for index in range(300):
+        rows.append(
+            {
+                "data_source": "x",
+                "prompt": [{"role": "user", "content": f"question {index}"}],
+                "response": "answer",
+                "reward_model": {"style": "rule", "ground_truth": str(tmp_path)},
+                "extra_info": {"index": index, "split": "train"},
+            }
+        )
+    (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--data", tmp_path / "responses.jsonl", "--out", tmp_path / "scored.jsonl"]
+    done = command_line(*arguments, "--reward-fn", f"{tmp_path}/chaos.py:by_index")
+    assert done.returncode == 0, done.stderr
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
+    assert [row["reward_score"] for row in scored] == [float(index) for index in range(300)]
+    assert [json.loads(row["reward_extra_info"])["index"] for row in scored] == list(range(300))
