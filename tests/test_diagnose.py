@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import forked
 import grpo_trainer
-from played import advantages_of, sample_of
+from played import advantages_of, sample_of, toy_config, without_ray
 from policy import Sample
-from prepare_data import Config as DataConfig
-from prepare_data import prepare
 from run import check_progress
 from run_folder import Log
 from tiny import config_of, worked
@@ -468,27 +465,21 @@ def test_what_lasts_is_not_said_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_ray")
-def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path):
+def test_the_trainer_says_it_once_and_stops_where_nothing_teaches(tmp_path, monkeypatch, capsys):
     """Every reward is 0 in the toy world. Then run with --max-idle-steps 0 and without tools/."""
-    prepare(DataConfig(tasks=["toy"], out_dir=tmp_path))
+    without_ray(monkeypatch)
     zero = "def score(solution_str, **_):\n    return {'score': 0.0, 'acc': '7' in solution_str}"
     (tmp_path / "zero.py").write_text(zero)
-    flags = f"""--model {tmp_path}/policy --train-file {tmp_path}/toy_train.parquet
-        --reward-fn {tmp_path}/zero.py:score --train-batch-size 4 --mini-batch-size 4
-        --max-response-length 40 --overlong-buffer 0 --num-threads 1 --num-workers 1
-        --sync-processes 1 --lr 1e-4"""
-
-    def train(name, script, *more):
-        command = [*script, *flags.split(), "--out-dir", str(tmp_path / name), *more]
-        return forked.run(command, timeout=300)
-
-    ran = train("stops", ["grpo_trainer.py"], "--total-steps", "20", "--max-idle-steps", "5")
-    assert ran.returncode == 1, ran.stderr
-    assert "error: no group had a learning signal in 5 consecutive steps" in ran.stderr
-    assert ran.stdout.count("constant-reward, step 3: reward/groups_with_spread 0, reward/acc") == 1
-    assert (tmp_path / "stops/checkpoints/step_5/trainer_state.json").is_file()
-    hidden = "import sys, runpy; sys.modules['tools.diagnose'] = None; sys.argv[0] = 'grpo_trainer.py'; "
-    hidden += "runpy.run_path('grpo_trainer.py', run_name='__main__')"
-    ran = train("goes_on", ["-c", hidden], "--total-steps", "6", "--max-idle-steps", "0")
-    assert ran.returncode == 0 and "constant-reward" not in ran.stdout, ran.stderr
+    options = dict(reward_fn=f"{tmp_path}/zero.py:score", train_batch_size=4, max_response_length=40)
+    with pytest.raises(SystemExit) as ended:
+        grpo_trainer.main(toy_config(tmp_path, total_steps=20, max_idle_steps=5, **options))
+    said = capsys.readouterr()
+    assert said.out.count("constant-reward, step 3: reward/groups_with_spread 0, reward/acc") == 1
+    assert ended.value.code == 1
+    assert "error: no group had a learning signal in 5 consecutive steps" in said.err
+    assert (tmp_path / "run/checkpoints/step_5/trainer_state.json").is_file()
+    monkeypatch.setitem(sys.modules, "tools.diagnose", None)
+    options |= dict(out_dir=str(tmp_path / "goes_on"), total_steps=6, max_idle_steps=0)
+    grpo_trainer.main(toy_config(tmp_path, **options))
+    said = capsys.readouterr().out
+    assert "6/6" in said and "constant-reward" not in said

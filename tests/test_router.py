@@ -25,7 +25,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client.parser import text_string_to_metric_families
 
-import forked
 import router
 from reward_worker import Job, Scorer
 from router import Config, Router, clean_url
@@ -1591,7 +1590,7 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (["--workers", "http://", "--queue-timeout", "inf"], "http://10.0.0.2:8000"),
         )
         for arguments, expected in commands:
-            done = forked.run([ROUTER, *arguments], timeout=300)
+            done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
             error = done.stderr
             assert done.returncode == 2, error
             assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
