@@ -1416,14 +1416,14 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
     ],
 )
 def test_why_ray_cannot_be_used_and_what_to_do(monkeypatch, address, error, problem, remedy):
-    import ray
+    importlib.import_module("ray._private.services")
 
     def fails(*_, **settings):
         raise OSError(error)
 
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", fails)
+    # The module itself stays as it is: shared managers ask it whether Ray is still running.
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fails))
     with pytest.raises(RuntimeError) as refused:
         reward_loop.connect_ray()
     text = str(refused.value)
