@@ -1420,14 +1420,14 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
-print("host", slot.url, ask(), flush=True)
+print("\\nhost", slot.url, ask(), flush=True)
 cluster.remove_node(node)
 wait_for(lambda: not slot.joined)
 time.sleep(8)  # no node has room: nothing is counted, nothing given up
-print("alone", slot.joined, bool(slot.given_up), flush=True)
+print("\\nalone", slot.joined, bool(slot.given_up), flush=True)
 cluster.add_node(num_cpus=1)
 wait_for(lambda: slot.joined)
-print("back", slot.url, ask(), bool(slot.given_up), flush=True)
+print("\\nback", slot.url, ask(), bool(slot.given_up), flush=True)
 manager.shutdown()
 ray.shutdown()
 cluster.shutdown()
