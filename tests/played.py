@@ -63,7 +63,8 @@ def server(answer, get=lambda path: {"data": [{"id": "a-model"}]}):
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    # By default, it looks only every 0.5 s whether it is to stop.
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"127.0.0.1:{http.server_port}"
     finally:

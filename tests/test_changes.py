@@ -5,6 +5,7 @@ frameworks.
 """
 
 import asyncio
+import json
 import math
 import os
 import re
@@ -149,6 +150,9 @@ SMALL = [
 
 def run_recipe(name, *arguments, folder, **env):
     env = os.environ | {"PATH": forked.on_path(folder.parent / "bin"), "HF_HUB_OFFLINE": "1"} | env
+    # Ray reads this variable in each driver. Reward workers that get a tokenizer import torch.
+    workers = {"runtime_env": forked.ray_workers(folder.parent / "bin"), "metadata": {}}
+    env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(workers)
     done = subprocess.run(
         ["bash", f"recipes/{name}.sh", *arguments],
         cwd=folder,

@@ -1130,7 +1130,7 @@ def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, ends):
     if ends != "before anything else":
         script = "source recipes/toy_runs.sh; serve_judge model logs; echo served"
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as other:
-        threading.Thread(target=other.serve_forever).start()
+        threading.Thread(target=other.serve_forever, args=(0.01,)).start()
         env = os.environ | {"PORT": str(other.server_port)}
         done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
         other.shutdown()

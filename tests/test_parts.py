@@ -353,7 +353,7 @@ def test_router_alone(alone):
 
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
     for server in servers:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
     urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
     try:
         with serving("router.py", "--port", "0", "--policy", "round_robin", "--workers", *urls) as url:

@@ -184,7 +184,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     config = SimpleNamespace(api_key="", num_servers=1)

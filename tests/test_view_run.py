@@ -767,7 +767,7 @@ def served(tmp_path):
     """Yield a run in progress and the address of a server that shows it."""
     run = write_run(tmp_path / "run", [line(prompt="the first prompt")])
     with view_run.start_server([run]) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield run, f"http://127.0.0.1:{server.server_port}/"
