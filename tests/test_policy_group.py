@@ -89,7 +89,7 @@ def settings(folder, **changes):
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group_of(folder):
     """Yield a function that starts a group with this many ranks, and end the groups afterwards."""
     groups = []
