@@ -58,8 +58,8 @@ demo-quick: setup
 evidence: .venv/.extra
 	bash recipes/evidence.sh
 
-# Runs two test files at a time.
-TEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Runs three test files at a time, because many tests wait for other processes.
+TEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.extra
 	$(TEST)
