@@ -7,8 +7,8 @@ import sys
 import pytest
 
 # The files that take more than a minute, the longest first.
-LONGEST = """grpo_trainer reward_loop changes genrm_server policy_group trajectory cluster rollout stages
-    placement score_file end_to_end toy_world diagnose""".split()
+LONGEST = """reward_loop genrm_server trajectory cluster grpo_trainer changes policy_group rollout stages
+    score_file router placement end_to_end""".split()
 
 # Tiny models are fastest on one thread, which also leaves the other cores free.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,8 +20,8 @@ os.environ["RAY_ADDRESS"] = "local"
 def pytest_collection_modifyitems(items):
     """Run quick tests first, so that mistakes show early.
 
-    If two files run in parallel, files with slow tests come first, and the longest of them at the very start,
-    so that quick ones fill the gaps at the end.
+    If several files run in parallel, files with slow tests come first, and the longest of them at the very
+    start, so that quick ones fill the gaps at the end.
     """
     slow = {item for item in items if item.get_closest_marker("slow")}
     if "PYTEST_XDIST_WORKER" not in os.environ:
