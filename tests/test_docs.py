@@ -395,12 +395,14 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
         ("outcome_cost0.003", "before"),
         ("outcome_floor_cost0.003", "after"),
         ("outcome_cost0.003", "after"),
+        ("outcome_dr_grpo_cost0.003", "after"),
         ("grounded_rule", "after"),
     ):
         runs_of = (evidence.of(runs, name, world) for world in evidence.SHOP)
         ends[name, when] = [f"{run[when]['shop/truly_correct/mean@1']:.2f}" for (run,) in runs_of]
-    start, floored, divided, rule = ("{}, {} and {}".format(*values) for values in ends.values())
+    start, floored, divided, undivided, rule = ("{}, {} and {}".format(*values) for values in ends.values())
     assert f"go from {start} to {floored}, and with GRPO to {divided}:" in text
+    assert f"which does not divide at all, ends at {undivided}." in text
     assert f"answers end at {rule} (one run each)" in text
     percent = [f"{float(value):.0%}".removesuffix("%") for value in ends["grounded_rule", "after"]]
     readme = " ".join((ROOT / "README.md").read_text().split())
