@@ -250,15 +250,15 @@ def in_child(job: dict) -> dict:
     Raises RuntimeError if it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder, "job.json"), Path(folder, "log.log")
+        path, log = Path(folder, "job.json"), Path(folder, "job.log")
         path.write_text(json.dumps(job | {"folder": folder}))
         command = [sys.executable, __file__, "--worker", str(path)]
-        with started({"log": command}, Path(folder)) as runs:
-            while runs["log"].poll() is None:
+        with started({"job": command}, Path(folder)) as runs:
+            while runs["job"].poll() is None:
                 if megabytes("MemAvailable", "/proc/meminfo") < 1000:
                     raise RuntimeError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
                 time.sleep(0.1)
-        code = runs["log"].returncode
+        code = runs["job"].returncode
         if code:
             raise RuntimeError(f"{job['kind']}: exit code {code}\n{log.read_text()[-3000:]}")
         return json.loads(path.read_text())

@@ -22,16 +22,19 @@ PEAK = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA A100": 312e12,
 }  # dense bf16; the script measures the peak of other GPUs
-SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
-    "tiny": (64, 128, 2, 4, 2, 512),
-    "0.6b": (1024, 3072, 28, 16, 8, 151936),  # Qwen3-0.6B
-    "1b": (2048, 6144, 16, 16, 2, 151936),
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+    "tiny": (64, 128, 2, 4, 2, 512, True),
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "0.6b": (1024, 3072, 28, 16, 8, 151936, True),  # Qwen3-0.6B
+    "1b": (2048, 6144, 16, 16, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 
 
 def new_model(size: str, device):
     """Return a model with random weights, in the shape of a Qwen2 or Qwen3."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[size]
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[size]
     kind = (Qwen3Config, Qwen3ForCausalLM) if size == "0.6b" else (Qwen2Config, Qwen2ForCausalLM)
     shape = kind[0](
         vocab_size=vocabulary,
@@ -41,7 +44,7 @@ def new_model(size: str, device):
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=32768,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
