@@ -190,7 +190,7 @@ class RewardsHere:
         return future
 
 
-def score_here(monkeypatch):
+def score_files_here(monkeypatch):
     """Score files in the test's own process from now on."""
     monkeypatch.setattr(score_file, "start_rewards", lambda options, stack: RewardsHere(options))
 

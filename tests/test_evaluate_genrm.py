@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from played import score_here, server
+from played import score_files_here, server
 from test_compute_score import Judge, completion
 
 from tools import evaluate_genrm
@@ -130,7 +130,7 @@ def run(judge: Judge, config: Config) -> list[dict]:
             return await asyncio.to_thread(judge_rows, read_judge_rows(config.data, config.limit), config)
 
     with pytest.MonkeyPatch.context() as patch:
-        score_here(patch)
+        score_files_here(patch)
         return asyncio.run(main())
 
 

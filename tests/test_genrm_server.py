@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 import genrm_server
+from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, request, reserve_port, resolve_config, split_evenly
 from played import stand_in_for_vllm
 from policy import Sample
@@ -1153,7 +1154,8 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, model, tokenizer):
-    """Yield the process and URLs of a router with two generative servers, and a classifier's ModelServers."""
+    """Yield the process and URLs of a router with two generative servers, and a classifier's manager."""
+    import ray
     import torch
     from transformers import LlamaForSequenceClassification
 
@@ -1165,23 +1167,35 @@ def vllm(tmp_path_factory, model, tokenizer):
     for path, a_model in zip(models, (model, LlamaForSequenceClassification(config))):
         a_model.save_pretrained(path)
         tokenizer.save_pretrained(path)
-    process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
-    try:
-        addresses = read_addresses(process)  # starting all at once would starve other tests
-        options = dict(task="classify", port=0, device="cpu", log_dir=folder / "logs", served_model_name="rm")
-        with running(Config(model=str(models[1]), **options)) as classifier:
-            yield process, *addresses, classifier
-    finally:
-        process.kill()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("RAY_ADDRESS", "local")  # start a separate Ray, even if one is running
+        process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
+        try:
+            addresses = read_addresses(process)  # starting all at once would starve other tests
+            ray.init(include_dashboard=False, logging_level="warning")
+            config = Config(
+                model=str(models[1]),
+                task="classify",
+                port=0,
+                device="cpu",
+                log_dir=folder,
+                served_model_name="rm",
+            )
+            manager = RewardModelManager({"rm": config})
+            yield process, *addresses, manager
+            manager.shutdown()
+        finally:
+            process.kill()
+            ray.shutdown()
 
 
 @pytest.mark.slow
-def test_vllm_classifier_scores_as_transformers_does(vllm):
+def test_vllm_classifier_in_ray_scores_as_transformers_does(vllm):
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    process, router, urls, classifier = vllm
-    model = classifier.config.model
+    process, router, urls, manager = vllm
+    model = manager.models["rm"].config.model
     texts = ["The answer is 4.", "no", "Paragraph one.\n\nParagraph two is longer, and it ends here."]
     tokenizer = AutoTokenizer.from_pretrained(model)
     scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
@@ -1189,7 +1203,7 @@ def test_vllm_classifier_scores_as_transformers_does(vllm):
         expected = [scorer(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
     status, text = request(
         "POST",
-        f"http://{classifier.router_address}/classify",
+        f"http://{manager.router_addresses['rm']}/classify",
         {"model": "rm", "input": texts, "use_activation": False},
         timeout=60,
     )
@@ -1200,9 +1214,9 @@ def test_vllm_classifier_scores_as_transformers_does(vllm):
 
 @pytest.mark.slow
 def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vllm):
-    process, router, urls, servers = vllm
+    process, router, urls, manager = vllm
     send = functools.partial(request, timeout=60)
-    classifier, key = servers.slots[0].url, servers.config.server_key
+    classifier, key = manager.models["rm"].slots[0].url, manager.models["rm"].config.server_key
     for url in (*urls, classifier):
         assert send("GET", url + "/health")[0] == 200
         for method, path in (
@@ -1231,7 +1245,7 @@ def test_vllm_asks_for_the_servers_key_on_every_path_and_the_router_sends_it(vll
     assert status == 200 and text.count("data: ") > 2 and text.endswith("data: [DONE]\n\n")
     everything = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
     assert urls[0].rpartition(":")[2] in everything and key not in everything
-    assert not any(key in log.read_text() for log in servers.config.log_dir.iterdir())
+    assert not any(key in log.read_text() for log in manager.models["rm"].config.log_dir.iterdir())
 
 
 @pytest.mark.slow
@@ -1291,7 +1305,7 @@ def one_killed(vllm):
     body = {
         "model": "judge",
         "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 40,
+        "max_tokens": 400,
         "ignore_eos": True,
     }
 
@@ -1319,22 +1333,11 @@ def one_killed(vllm):
 def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed):
     process, router, urls, _ = vllm
     assert [status for status, _ in one_killed] == [200] * 32
-    assert all(json.loads(text)["usage"]["completion_tokens"] == 40 for _, text in one_killed)
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 400 for _, text in one_killed)
     assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # requests were hit
 
 
-@pytest.mark.slow
-def test_vllm_leaves_nothing_at_the_end(vllm, one_killed):
-    """The killed server is just restarting. In test_rollout.py, a real vLLM comes back."""
-    process, router, urls, _ = vllm
-    until(lambda: sum(alive(child.pid) for child in psutil.Process(process.pid).children()) == 3)
-    pids = descendants(process)  # of the router and two servers
-    process.terminate()
-    process.wait(120)
-    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))
-
-
-# ---- in Ray, with the stand-in
+# ---- in Ray, with the stand-in; the killed server restarts in the meantime
 
 DRIVER = """
 import sys, time
@@ -1344,15 +1347,14 @@ from cluster.placement import RewardModelManager
 from genrm_server import Config
 def config(**more):
     return Config(sys.argv[1], port=0, device="cpu", cpus="0,1", log_dir=sys.argv[1] + "/../logs", **more)
-models = {"genrm": config(num_servers=2), "rm": config(task="classify")}
-while models:
-    manager = RewardModelManager(models)
-    print("up", *manager.router_addresses.values(), flush=True)
+for _ in range(2):
+    manager = RewardModelManager({"genrm": config(num_servers=2), "rm": config(task="classify")})
+    addresses = manager.router_addresses
+    print("up", addresses["genrm"], addresses["rm"], flush=True)
     manager.sleep()
     sys.stdin.readline()
     manager.shutdown()
     manager.shutdown()
-    del models["genrm"]
     print("down", flush=True)
 """
 
@@ -1367,16 +1369,17 @@ def test_named_models_in_ray(stand_in):
     )
 
     def started():
-        """Return the addresses of the models."""
-        return next(line for line in driver.stdout if line.startswith("up")).split()[1:]
+        """Return the addresses of genrm and rm, and the processes of the three servers."""
+        line = next(line for line in driver.stdout if line.startswith("up"))
+        _, genrm, rm = line.split()
+        return genrm, rm, [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
 
     def healthy(address):
         status, text = request("GET", f"http://{address}/health", timeout=30)
         return json.loads(text)["healthy"] if status else 0
 
     try:
-        genrm, rm = started()
-        pids = [ask(f"http://{address}")["pids"] for address in (genrm, genrm, rm)]
+        genrm, rm, pids = started()
         assert len({pid for pair in pids for pid in pair}) == 6
         assert "pooling" in ask(f"http://{rm}")["argv"] and "pooling" not in ask(f"http://{genrm}")["argv"]
         os.kill(pids[0][0], signal.SIGKILL)  # kill a server and another one's actor: both come back
@@ -1390,11 +1393,10 @@ def test_named_models_in_ray(stand_in):
         # The servers were killed in time, but their engines are orphans now.
         until(lambda: not any(map(alive, pids)))
         assert request("GET", f"http://{genrm}/health")[0] == 0
-        (rm,) = started()
-        pids = ask(f"http://{rm}")["pids"]
-        driver.kill()  # now the driver crashes
-        until(lambda: not any(map(alive, pids)))
-        until(lambda: request("GET", f"http://{rm}/health")[0] == 0)
+        genrm, rm, pids = started()  # now the driver crashes
+        driver.kill()
+        until(lambda: not any(alive(pid) for pair in pids for pid in pair))
+        until(lambda: request("GET", f"http://{genrm}/health")[0] == 0)
     finally:
         driver.kill()
         driver.wait()
@@ -1446,3 +1448,14 @@ def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
     (_, before, *first), (_, *alone), (_, after, *last) = lines
     assert first == ["200"] and alone == ["0", "False"] and last == ["200", "False"] and after != before
     assert "127.0.0.1" not in before + after  # on a different node from the router's
+
+
+@pytest.mark.slow
+def test_vllm_killed_server_comes_back_by_itself_and_nothing_is_left_at_the_end(vllm, one_killed):
+    process, router, urls, _ = vllm
+    until(lambda: ask(router, "/health")["healthy"] == 2, 500)
+    assert {worker["url"] for worker in ask(router, "/workers")["workers"]} == set(urls)
+    pids = descendants(process)
+    process.terminate()
+    process.wait(120)
+    until(lambda: not any(map(alive, pids)) and all(map(port_is_free, [router, *urls])))

@@ -946,11 +946,12 @@ def wait_for_step(config, process, step):
 def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(workshop):
     """Send SIGKILL three times, at random moments."""
     options = dict(
-        total_steps=12,
+        total_steps=15,
         save_every=1,
         val_every=3,
         val_file=(str(workshop / "val.parquet"),),
-        max_response_length=24,
+        max_response_length=48,
+        train_batch_size=8,
         keep_checkpoints=1,
         dynamic_sampling=True,
         resume="auto",
@@ -964,7 +965,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
         # The checkpoint of step 1 may take a moment.
         while not run_folder.checkpoints_in(workshop / "killed/checkpoints"):
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 0.3))  # a step takes about as long
+        time.sleep(rng.uniform(0, 1.0))
         assert process.poll() is None, "the run is over too soon for this test"
         process.kill()
         process.wait()
@@ -975,7 +976,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
     expected, got = (
         without_times(lines_of(workshop / name / "metrics.jsonl")) for name in ("unkilled", "killed")
     )
-    assert [m["step"] for m in got] == list(range(13)) and got == expected
+    assert [m["step"] for m in got] == list(range(16)) and got == expected
     samples = [lines_of(workshop / name / "samples.jsonl") for name in ("unkilled", "killed")]
     assert [s | {"seconds": 0} for s in samples[0]] == [s | {"seconds": 0} for s in samples[1]]
 

@@ -15,7 +15,7 @@ import pytest
 
 import prepare_data
 import score_file
-from played import score_here
+from played import score_files_here
 from recipes import gym_tasks as tasks
 from test_trajectory import rolled_out
 from policy import Sample
@@ -217,7 +217,7 @@ def test_a_file_of_responses_is_scored(sums, tmp_path, monkeypatch):
     for index, box in ((0, -4), (1, 5)):  # 4 - 1 - 7 and 1 + 5
         lines.append(json.dumps(sums[index] | {"response": f"\\boxed{{{box}}}"}))
     (tmp_path / "responses.jsonl").write_text("\n".join(lines))
-    score_here(monkeypatch)
+    score_files_here(monkeypatch)
     function = f"{ROOT}/recipes/gym_tasks.py:compute_score"
     paths = dict(data=tmp_path / "responses.jsonl", out=tmp_path / "out.jsonl")
     score_file.run(score_file.Config(reward_fn=function, **paths))

@@ -168,14 +168,14 @@ def ray_with():
 
 
 @pytest.mark.slow
-def test_what_each_process_sees_of_six_gpus(ray_with):
+def test_what_each_process_sees_of_eight_gpus(ray_with):
     class Process:
         def sees(self):
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
-    ray_with(6)
-    specs = {"rank": Spec(2, 0.1, 0.5, apart=True), "server": Spec(2, 0.1, 0.4), "judge": Spec(2, 0.1, 2.0)}
-    specs["sleeper"] = Spec(1, 0.1, ASLEEP)
+    ray_with(8)
+    specs = {"rank": Spec(4, 0.1, 0.5, apart=True), "server": Spec(4, 0.1, 0.4), "judge": Spec(2, 0.1, 2.0)}
+    specs["sleeper"] = Spec(2, 0.1, ASLEEP)
     reservation, started = Reservation(specs), []
 
     def seen(name):
@@ -186,11 +186,11 @@ def test_what_each_process_sees_of_six_gpus(ray_with):
 
     try:
         judges, sleepers, servers, ranks = map(seen, ("judge", "sleeper", "server", "rank"))
-        assert len(set(ranks)) == 2 and servers == ranks and sleepers == ranks[:1]
-        assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(6)]
+        assert len(set(ranks)) == 4 and servers == ranks and sleepers == ranks[:2]
+        assert sorted(sum((judge.split(",") for judge in judges), []) + ranks) == [str(i) for i in range(8)]
         ray.kill(started[-1])  # the actor that replaces it sees the same GPU
-        again = ray.remote(Process).options(**reservation.options("rank", 1)).remote()
-        assert ray.get(again.sees.remote(), timeout=300) == ranks[1]
+        again = ray.remote(Process).options(**reservation.options("rank", 3)).remote()
+        assert ray.get(again.sees.remote(), timeout=300) == ranks[3]
     finally:
         reservation.close()
 
@@ -221,8 +221,9 @@ REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info,
 
 @pytest.mark.slow
 def test_a_run_on_one_gpu(ray_with, stand_in, tmp_path, model, tokenizer, monkeypatch):
-    """Rank, policy server and judge see the same GPU, and each is limited to its share of the memory. The
-    judge may sleep between batches (colocate).
+    """Rank, policy server and judge see the same GPU, and each is limited to its share of the memory.
+
+    With colocate, the judge sleeps between batches.
     """
     row = {
         "data_source": "toy",

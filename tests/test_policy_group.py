@@ -54,8 +54,9 @@ def limit():
 
 @pytest.fixture(scope="module")
 def forked_ray(tmp_path_factory):
-    """Start a Ray cluster whose workers are forked, because each rank would import torch for seconds. Yield a
-    folder. Modules in path/ there replace others.
+    """Start a Ray cluster whose workers are forked, because each rank would import torch for seconds.
+
+    Yields a folder. Modules in its subfolder path/ replace others of the same name.
     """
     folder = tmp_path_factory.mktemp("ray")
     quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")

@@ -323,9 +323,6 @@ OUTCOMES = {  # response -> (score, status, part of the extra info or of the err
     "sys_exit": (None, "error", "SystemExit: 3"),
     "library": (None, "error", "char 1) (faults.py:"),
     "circular": (None, "error", "ircular"),
-    # A function may lift Python's limits in its process, but they still apply in the driver.
-    "digits": (None, "error", "cannot be parsed: ValueError"),
-    "depth": (None, "error", "cannot be parsed: RecursionError"),
     "unknown": (None, "error", "KeyError: 'unknown'"),
 }
 
@@ -366,6 +363,16 @@ def test_async_hangs_are_cut_off_and_nobody_waits_for_them(shared):
     assert [result["status"] for result in results] == ["timeout", "ok", "timeout"] + ["ok"] * 40
     assert set(finished[-2:]) == {0, 2}
     assert manager.score_batch([sample("one")])[0]["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_what_python_cannot_read_back_costs_its_own_sample(start):
+    """A function may lift Python's limits in its process, but they still apply in the driver."""
+    responses = ["one", "digits", "one", "depth", "one"]
+    results = start(f"{FAULTS}:sync_fault").score_batch([sample(response) for response in responses])
+    assert [result["status"] for result in results] == ["ok", "error", "ok", "error", "ok"]
+    assert "cannot be parsed: ValueError" in results[1]["reward_extra_info"]["error"]
+    assert "cannot be parsed: RecursionError" in results[3]["reward_extra_info"]["error"]
 
 
 def test_a_function_gets_the_columns_that_it_names():
@@ -498,7 +505,7 @@ def test_each_sample_has_its_own_extra_info(shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["takes_step", "takes_anything"])  # the second one is async
+@pytest.mark.parametrize("function", ["takes_step", "async_takes_step", "takes_anything"])
 def test_step_and_seconds(start, function):
     """Functions that name `step` get it as an argument, and it is in extra_info.
 
@@ -619,14 +626,12 @@ def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
 
 def test_a_response_that_is_not_a_text_is_an_error_and_not_a_wrong_answer(start, caplog):
     """Data sets store one text, one message, or several of either in this column."""
-    manager = start(None)  # the default rule
+    manager = start("compute_score.py:compute_score")
     right = "\\boxed{1}"
     message = {"role": "assistant", "content": right}
     texts = [right, [right], [message]]
     others = [[right, right], [message, message], [], None, 1, message, [{"content": [right]}], [[right]]]
-    *results, wrong = manager.score_batch([sample(text) for text in [*texts, *others, "\\boxed{2}"]])
-    assert (wrong["reward_score"], wrong["reward_extra_info"]["acc"]) == (-1.0, False)
-    assert [result["reward_extra_info"]["acc"] for result in results[:3]] == [True] * 3
+    results = manager.score_batch([sample(response) for response in texts + others])
     assert [result["status"] for result in results] == ["ok"] * 3 + ["error"] * 8
     assert [result["reward_score"] for result in results] == [1.0] * 3 + [None] * 8
     said = [result["reward_extra_info"]["error"] for result in results[3:]]
@@ -702,6 +707,30 @@ def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(sta
         manager.score_batch([sample("one")])
 
 
+@pytest.mark.slow
+def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
+    class Models:
+        router_addresses = {"genrm": serve(critic).address}
+        calls = []
+
+        def check(self):
+            pass
+
+        def wake_up(self):
+            self.calls.append("wake")
+
+        def sleep(self):
+            self.calls.append("sleep")
+
+    models = Models()
+    manager = start(f"{ROOT}/compute_score.py:compute_score_fapo", reward_models=models)
+    results = manager.score_batch([sample("\\boxed{1}")] * 3)
+    assert [result["reward_score"] for result in results] == [1.0] * 3
+    with pytest.raises(ValueError):
+        manager.score_batch([{}])
+    assert models.calls == ["wake", "sleep"] * 2
+
+
 def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
     """Otherwise, each sample would wait for its time limit."""
 
@@ -720,9 +749,7 @@ def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
         waiting.result(60)
 
 
-def test_start_rewards_starts_the_models_wakes_them_for_a_batch_and_ends_all(
-    local_ray, serve, tmp_path, monkeypatch
-):
+def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
     from cluster import placement
 
     events = []
@@ -750,12 +777,11 @@ def test_start_rewards_starts_the_models_wakes_them_for_a_batch_and_ends_all(
     with contextlib.ExitStack() as stack:
         manager = reward_loop.start_rewards(options, stack, sleep_mode=True)
         assert len(manager._workers) == 2  # there is one node
-        results = manager.score_batch([sample("\\boxed{1}")] * 3)
-        assert [result["reward_score"] for result in results] == [1.0] * 3
-        with pytest.raises(ValueError):
-            manager.score_batch([{}])
-    assert events == [[("judge", "generate", 2, True)], *["wake_up", "sleep"] * 2, "shutdown"]
-    assert local_ray.is_initialized()
+        assert manager.score_batch([sample("\\boxed{1}")])[0]["reward_score"] == 1.0
+    assert (
+        events == [[("judge", "generate", 2, True)], "wake_up", "sleep", "shutdown"]
+        and local_ray.is_initialized()
+    )
     with pytest.raises(RuntimeError, match="shut down"):
         manager.submit(sample("x"))
 
@@ -832,14 +858,13 @@ CHILDREN = ["child returns", "child raises", "child exits", "child ends"]
 
 
 @pytest.mark.slow
-def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(start):
+def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(shared):
     """A forked child that returns from the function would answer for the next sample, and for all samples
     after it.
     """
-    children = [*CHILDREN, "child writes", ""]
-    responses = [*children, "noise", "noise1 [[]]\n", "noise\0\0\0\5", "", *children]
+    responses = [*CHILDREN, "child writes", "", "noise", "noise1 [[]]\n", "noise\0\0\0\5", ""] * 2
     samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
-    results = start(f"{FAULTS}:forks").score_batch(samples)
+    results = shared("forks").score_batch(samples)
     for index, (response, result) in enumerate(zip(responses, results)):
         if response in ("noise1 [[]]\n", "noise\0\0\0\5"):  # this sample loses only its own result
             assert result["status"] == "error" and result["reward_score"] is None
@@ -849,10 +874,10 @@ def test_forks_and_noise_of_the_function_give_no_other_sample_a_score(start):
 
 
 @pytest.mark.slow
-def test_an_async_function_that_forks_gives_no_other_sample_a_score(start):
+def test_an_async_function_that_forks_gives_no_other_sample_a_score(shared):
     responses = [*CHILDREN, ""] * 4
     samples = [sample(response, ground_truth=str(index)) for index, response in enumerate(responses)]
-    results = start(f"{FAULTS}:forks_async").score_batch(samples)
+    results = shared("forks_async").score_batch(samples)
     assert [result["reward_score"] for result in results] == [float(index) for index in range(len(samples))]
 
 
@@ -876,19 +901,19 @@ def test_a_run_scores_with_one_version_of_its_function(start, tmp_path, caplog, 
     (tmp_path / "parts_of_a_rule" / "later.py").write_text("WEIGHT = 1.0\n")
     (tmp_path / "rule.py").write_text(EDITED.format(kind=kind, mark=str(tmp_path / "mark")))
     manager = start(f"{tmp_path}/rule.py:rule")
-    files = ["weight_of_a_rule.py", "rule.py", "parts_of_a_rule/later.py"]
-    for edited in files[:1] if kind else files:  # what loads them is the same in workers and processes
+    for edited in ("rule.py", "weight_of_a_rule.py", "parts_of_a_rule/later.py"):
         assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
         original = (tmp_path / edited).read_text()
         (tmp_path / edited).write_text(original.replace("1.0", "100.0") + "def unfinished(:\n")
-        results = manager.score_batch([sample("die"), sample("one")])
+        results = manager.score_batch([sample("die"), *[sample("one")] * 4])
         assert {result["reward_score"] for result in results} <= {2.0, None}
         (last,) = manager.score_batch([sample("one")])
         assert last["status"] == "error" and f"{tmp_path / edited} has changed" in caplog.text
         (tmp_path / edited).write_text(original)  # the remedy in the message
         (tmp_path / "mark").unlink()
-    if kind:  # only a new worker loads the file again
-        manager = start(f"{tmp_path}/rule.py:rule")
+        if kind:  # only a new worker loads the file again
+            manager.shutdown()
+            manager = start(f"{tmp_path}/rule.py:rule")
     assert manager.score_batch([sample("one")])[0]["reward_score"] == 2.0
 
 
@@ -1006,6 +1031,15 @@ def test_a_grading_process_that_cannot_load_its_function_ends_without_a_tracebac
 # ---- judges, limits, retries
 
 
+def test_default_rule(start):
+    manager = start(None)
+    results = manager.score_batch([sample("\\boxed{1}"), sample("\\boxed{2}")])
+    assert [(result["reward_score"], result["reward_extra_info"]["acc"]) for result in results] == [
+        (1.0, True),
+        (-1.0, False),
+    ]
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Return the path of a small tokenizer with a BOS token in its chat template."""
@@ -1088,9 +1122,7 @@ def test_the_model_is_looked_up_for_functions_with_one_judge_only(tmp_path):
 
 
 @pytest.mark.slow
-def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tmp_path):
-    """Other tests have an address without a router, where one server is assumed."""
-
+def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tmp_path, caplog):
     async def slow(request):
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
@@ -1098,14 +1130,20 @@ def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tm
     server = serve(slow)
     server.workers = [{"url": "http://a:1"}] * 3
     manager = start(write_function(tmp_path, ASK), router_address=(server.address,))
-    manager.score_batch([sample("x")] * 500)
+    manager.score_batch([sample("x")] * 1000)
     assert manager.max_in_flight == 3 * reward_loop.IN_FLIGHT_PER_SERVER
     assert reward_loop.IN_FLIGHT_PER_SERVER < server.most <= manager.max_in_flight
+    # Without a router, one server is assumed.
+    for address, warning in ((serve(critic).address, ""), (f"127.0.0.1:{free_port()}", "no response yet")):
+        caplog.clear()
+        manager = start(write_function(tmp_path, ASK), router_address=(address,))
+        assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER
+        assert warning in caplog.text and bool(warning) == bool(caplog.text)
     assert shared("sync_fault").max_in_flight == 2048
 
 
 @pytest.mark.slow
-def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve, caplog):
+def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     """Otherwise, another model that the address serves later could judge the rest of the run."""
     names, card = ["judge"], {"max_model_len": 4096}
 
@@ -1117,7 +1155,6 @@ def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve, caplog)
     server = serve(judge)
     options = dict(function=f"{ROOT}/compute_score.py:compute_score_fapo", router_address=(server.address,))
     manager = start(**options, num_workers=2)
-    assert manager.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER and not caplog.text  # not a router
     names[:] = ["zeta", "alpha"]
     results = manager.score_batch([sample(f"{number}\n\n\\boxed{{1}}") for number in range(6)])
     assert {result["status"] for result in results} == {"ok"}
@@ -1135,7 +1172,7 @@ def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve, caplog)
     assert server.paths.count("/v1/models") == 2
 
     card["root"] = "/models/judge"  # Both are names of one model.
-    assert reward_loop.chosen_model(server.address, {"genrm_model": None}) == {"genrm_model": "alpha"}
+    assert start(**options).job.kwargs["genrm_model"] == "alpha"
 
 
 @pytest.mark.slow
@@ -1456,7 +1493,7 @@ def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
 
 
 @pytest.mark.slow
-def test_judge_is_down_for_some_seconds(start, serve, tmp_path, caplog):
+def test_judge_is_down_for_some_seconds(start, serve, tmp_path):
     """No sample is lost, and none is rewarded as if the judge had found no flaw."""
 
     async def finds_a_flaw(request):
@@ -1466,13 +1503,12 @@ def test_judge_is_down_for_some_seconds(start, serve, tmp_path, caplog):
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 9}})
 
     port = free_port()
-    options = dict(router_address=(f"127.0.0.1:{port}",))
+    options = dict(num_workers=2, router_address=(f"127.0.0.1:{port}",))
     fapo = start(f"{ROOT}/compute_score.py:compute_score_fapo", **options)
     raises = start(write_function(tmp_path, ASK), **options)
-    assert raises.max_in_flight == reward_loop.IN_FLIGHT_PER_SERVER and "no response yet" in caplog.text
     comes_back = threading.Timer(5, lambda: serve(finds_a_flaw, port))
     comes_back.start()
-    waiting = [[manager.submit(sample("\\boxed{1}")) for _ in range(20)] for manager in (fapo, raises)]
+    waiting = [[manager.submit(sample("\\boxed{1}")) for _ in range(50)] for manager in (fapo, raises)]
     judged, answered = ([future.result(300) for future in futures] for futures in waiting)
     comes_back.join()
     assert {result["status"] for result in answered} == {"ok"}

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import forked
-from played import score_here, server
+from played import score_files_here, server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
@@ -204,7 +204,7 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve, monkey
     """
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")])
     partial = tmp_path / "scored.jsonl.partial.jsonl"
-    score_here(monkeypatch)
+    score_files_here(monkeypatch)
     port = free_port()
     config = score_file.Config(
         data=data,
@@ -354,7 +354,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
 
 @pytest.mark.slow
 def test_rows_without_some_columns_become_parquet(tmp_path, monkeypatch):
-    score_here(monkeypatch)
+    score_files_here(monkeypatch)
     rows = [sample("one"), sample("none", extra="x")]
     data = tmp_path / "responses.parquet"
     pq.write_table(pa.Table.from_pylist([rows[0] | {"extra": None}, rows[1]]), data)

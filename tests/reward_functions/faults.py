@@ -239,8 +239,13 @@ def takes_step(data_source, solution_str, ground_truth, extra_info, step=None):
     return {"score": 1.0, "seen": [step, extra_info.get("step")]}
 
 
-async def takes_anything(solution_str, extra_info, **others):
+async def async_takes_step(data_source, solution_str, ground_truth, extra_info, step=None):
     await asyncio.sleep(float(solution_str))
+    return {"score": 1.0, "seen": [step, extra_info.get("step")]}
+
+
+def takes_anything(solution_str, extra_info, **others):
+    time.sleep(float(solution_str))
     return {"score": 1.0, "seen": [others.get("step"), extra_info.get("step")]}
 
 
