@@ -152,6 +152,19 @@ def test_a_small_term_that_groups_of_equal_answers_learn_from(cost, small, advan
         assert "small_term/name unknown" in one.evidence
 
 
+def test_a_length_penalty_that_groups_of_equal_answers_learn_from_counts_once():
+    """The rewards of correct answers differ by 0.3, less than a fifth of the range of all rewards (2.3)."""
+    samples = sum([costly(step, 0.1, 6) for step in range(1, 7)], [])
+    for sample in samples:
+        info = sample["reward_extra_info"]
+        penalty = -0.1 * info.pop("calls")
+        info |= {"score": 1.0 if info["acc"] else -1.0, "overlong_penalty": penalty}
+        assert sample["reward_score"] == pytest.approx(info["score"] + penalty)
+    found = named(lines_of(GOOD["fapo"])[:6], samples)
+    assert list(found) == ["small-term"]
+    assert "small_term/name overlong_penalty" in found["small-term"].evidence
+
+
 @pytest.mark.parametrize(
     "cost, penalty, advantages, finding",
     [

@@ -330,11 +330,11 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
         about = (sample["reward_score"], sample["reward_extra_info"].get("acc"), sample.get("advantage"))
         if None not in about:
             groups[sample["step"], sample["group"]].append(sample)
-    rewards = [reward_of(sample) for group in groups.values() for sample in group]
+    rewards = [sample["reward_score"] for group in groups.values() for sample in group]
     small = []
     others = []
     for group in groups.values():
-        found = list(map(reward_of, group))
+        found = [sample["reward_score"] for sample in group]
         spread = max(found) - min(found)
         answers = {sample["reward_extra_info"]["acc"] for sample in group}
         if len(answers) == 1 and 1e-6 < spread < 0.2 * (max(rewards) - min(rewards)):
@@ -352,10 +352,6 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
     }
 
 
-def reward_of(sample: dict) -> float:
-    return sample["reward_score"] + sample["reward_extra_info"].get("overlong_penalty", 0.0)
-
-
 def explaining_result(groups: list[list[dict]]) -> str:
     """Return the key of the result that rises or falls with the reward in these groups, or "unknown"."""
     best = 0.95  # the lowest correlation that counts
@@ -368,8 +364,8 @@ def explaining_result(groups: list[list[dict]]) -> str:
             if key == "score" or not all(isinstance(value, (int, float)) for value in found):
                 break
             values += [value - fmean(found) for value in found]
-            mean = fmean(map(reward_of, group))
-            rewards += [reward_of(sample) - mean for sample in group]
+            mean = fmean(sample["reward_score"] for sample in group)
+            rewards += [sample["reward_score"] - mean for sample in group]
         size = sqrt(sum(value * value for value in values) * sum(reward * reward for reward in rewards))
         fit = abs(sum(value * reward for value, reward in zip(values, rewards))) / (size or 1.0)
         if len(values) == sum(map(len, groups)) and fit > best:
