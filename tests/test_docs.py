@@ -152,8 +152,15 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
     line = {"data_source": "gsm8k", "prompt": "2+2?", "ground_truth": "4", "response": "four", "step": 1}
     row = names["row_of"](line)
-    assert row.keys() == {"data_source", "prompt", "reward_model", "extra_info", "response"}
+    assert row.keys() == {"data_source", "prompt", "reward_model", "extra_info", "response", "turns"}
     assert row["reward_model"] == {"ground_truth": "4"} and row["extra_info"] == about["extra_info"]
+    assert row["turns"] == [{"who": "policy", "text": "four"}]
+    turns = [{"who": "policy", "text": "2+2?"}, {"who": "tool", "text": "\\boxed{4}"}]
+    line |= {"response": "2+2?\\boxed{4}", "turns": turns, "extra_info": {"cost": 0.1}}
+    job = reward_loop.RewardOptions().make_job()
+    again = reward_loop.arguments_of(job, [names["row_of"](line)])
+    assert again["extra_info"]["cost"] == 0.1
+    assert compute_score.compute_score(**again)["acc"] is False  # The tool wrote the answer.
     assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
     trl = types.SimpleNamespace(
         accuracy_reward=lambda completions, solution, **rest: [
