@@ -6,6 +6,7 @@ The Reward Loop calls a function that takes `solution_strs` once per prompt, as 
 sample has finished. The function returns a list with one element per response: a number, a dict with `score`,
 or None ("no verdict"). docs/reward_functions.md describes its other arguments. If you copy this file, copy
 compute_score.py as well and remove the import of the toy world.
+Not covered: rollout functions, because a tool's text would count as part of the policy's answer.
 """
 
 import asyncio

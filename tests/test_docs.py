@@ -142,7 +142,7 @@ def test_every_metric_and_status_is_in_the_glossary():
     assert len(judged) == 6 and all(f"| `{status}` |" in glossary for status in judged)
 
 
-def test_the_examples_of_reward_functions_run(monkeypatch):
+def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
     """Test a rule, FAPO with an additional term for wrong answers, and a function that queries a judge."""
     monkeypatch.setattr(compute_score, "PROMPT_STYLES", compute_score.PROMPT_STYLES.copy())
     names = {}
@@ -175,6 +175,11 @@ def test_the_examples_of_reward_functions_run(monkeypatch):
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
     result = asyncio.run(names["fapo_but_brief"](solution_str=solution, reward_router_address=None, **about))
     assert result["paragraphs"] == 9 and result["score"] == pytest.approx(-1.03)
+    [code] = [block for block in blocks(ROOT / "docs/reward_functions.md", "python") if "but_brief" in block]
+    (tmp_path / "my_reward.py").write_text(code)
+    job = reward_loop.RewardOptions(reward_fn=f"{tmp_path}/my_reward.py:fapo_but_brief").make_job()
+    again = reward_loop.arguments_of(job, [names["row_of"](line)])
+    assert asyncio.run(names["fapo_but_brief"](**again))["acc"] is False
     script = ["\\boxed{no}", "I see. \\boxed{yes}", "\\boxed{perhaps}"]
 
     async def judged(address):
