@@ -387,8 +387,11 @@ def readable(info: dict) -> dict:
 
 def line_of(sample, decode) -> dict:
     """Return the line of a sample in samples.jsonl."""
+    *before, asked = sample.row["prompt"]
+    if before and asked.get("role") == "assistant":  # The policy continues this message.
+        asked = before[-1]
     line = {
-        "prompt": sample.row["prompt"][-1]["content"],
+        "prompt": asked["content"],
         "ground_truth": sample.row["reward_model"]["ground_truth"],
         **sample.result,
         "advantage": sample.advantage,

@@ -13,7 +13,7 @@ import grpo_trainer
 from played import advantages_of, sample_of, toy_config, without_ray
 from policy import Sample
 from run import check_progress
-from run_folder import Log
+from run_folder import Log, line_of
 from tiny import config_of, worked
 from tools import diagnose
 
@@ -194,6 +194,16 @@ def test_groups_of_the_world_with_a_tool(cost, penalty, advantages, finding):
     assert list(found) == ["small-term"] * finding
     if found:
         assert found["small-term"].steps[0] <= 7 and "small_term/name calls" in found["small-term"].evidence
+
+
+def test_prompts_that_end_with_the_same_words_of_the_assistant_are_not_the_same():
+    lines, samples = lines_of(GOOD["fapo"])[:10], []
+    for step in range(1, 11):
+        asked = [{"role": "user", "content": f"2+{step}?"}, {"role": "assistant", "content": "I add:"}]
+        sample = sample_of(1.0, pred="3")
+        sample.row = {"prompt": asked, "reward_model": {"ground_truth": "3"}}
+        samples.append({"split": "train", "step": step, "group": 0} | line_of(sample, None))
+    assert samples[0]["prompt"] == "2+1?" and not named(lines, samples)
 
 
 def test_every_rule_is_tested():
