@@ -123,7 +123,11 @@ def read_rows(path: Path, needed=()) -> list[dict]:
             rows = pq.read_table(path).to_pylist()
         elif kind == ".csv":
             with path.open(newline="", encoding=WITH_MARK) as file:
-                rows = list(csv.DictReader(file))
+                for number, row in enumerate(csv.DictReader(file)):
+                    place = f"{path}, row {number}"
+                    if None in row:  # Otherwise, the answer would be a part of the question.
+                        raise ValueError("it has more cells than the header; quote texts with commas")
+                    rows.append(row)
         else:
             text = path.read_text(encoding=WITH_MARK)
             if text.lstrip().startswith("["):

@@ -489,6 +489,11 @@ def test_files_that_are_not_what_they_say(tmp_path):
         ("a.jsonl", "5\n", "a.jsonl, line 1: cannot be read as a .jsonl file"),
         ("a.json", "[1", "a.json: cannot be read as a .json file"),
         ("a.parquet", "PAR1", "a.parquet: cannot be read as a .parquet file"),
+        (
+            "a.csv",
+            "a,b\n1,2\nSo, what?,2\n",
+            "a.csv, row 1: .* it has more cells than the header; quote texts",
+        ),
         ("a.txt", "", "a.txt: the name must end in .parquet, .jsonl"),
         ("a.jsonl", "\n", "a.jsonl: the file has no rows"),
         (
