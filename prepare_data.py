@@ -233,6 +233,14 @@ def _pick(raw, columns: str):
     return raw[_column(raw, columns)]
 
 
+def _text(raw, columns: str) -> str:
+    """Return the value of the column that `_column` chooses. Raise ValueError if it is not a text."""
+    column = _column(raw, columns)
+    if not isinstance(raw[column], str):
+        raise ValueError(f"column {column!r} is {raw[column]!r:.80}; it must be a string")
+    return raw[column]
+
+
 def _column(raw, columns: str) -> str:
     """Return the first nonempty column among `columns` ("this|that"). Raise ValueError if there is none."""
     for column in columns.split("|"):
@@ -281,7 +289,7 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
 
     Returns None if the answer says that there is none.
     """
-    question = _pick(raw, QUESTION)
+    question = _text(raw, QUESTION)
     column, answer = _final_answer(raw, source.answer)
     if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".
         _, mark, answer = answer.rpartition("####")
@@ -340,7 +348,7 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
 
 def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     """Build a judge row from a solution in steps. `add_answers` must have added raw["answer"]."""
-    problem = str(_pick(raw, "problem"))
+    problem = _text(raw, "problem")
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
         raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; it must be a list of strings")
@@ -467,9 +475,9 @@ def add_answers(raw_rows: list[dict]) -> None:
         solution = "\n".join(map(str, raw.get("steps") or []))
         box = last_boxed_only_string(solution)
         if box and raw.get("final_answer_correct"):
-            answers[raw.get("problem")] = remove_boxed(box)
+            answers[str(raw.get("problem"))] = remove_boxed(box)
     for raw in raw_rows:
-        raw["answer"] = answers.get(raw.get("problem"), "")
+        raw["answer"] = answers.get(str(raw.get("problem")), "")
 
 
 def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
@@ -610,6 +618,10 @@ def prepare(config: Config) -> dict[str, int]:
             errors.append(why)
     if errors:
         raise OSError("; ".join(errors))
+    if not counts:
+        raise ValueError(
+            "--tasks: there is nothing to convert; name a task, or add its files to --source-dir"
+        )
     return counts
 
 

@@ -58,6 +58,11 @@ def test_rows_name_their_task_seed_index_and_settings(tmp_path):
         assert scored(row, f"So \\boxed{{{total}}}.")["score"] == 1.0
 
 
+def test_settings_that_fail_at_the_first_problem_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"^--tasks reasoning_gym:chain_sum:.* does not accept the settings"):
+        prepared(tmp_path, 'reasoning_gym:chain_sum:{"seed": "x"}')
+
+
 def test_no_question_is_in_both_splits_and_held_out_questions_differ():
     """Two one-digit terms allow at most 200 questions, so each occurs many times."""
     settings = {"size": 2000, "seed": 3, "max_terms": 2, "max_digits": 1}

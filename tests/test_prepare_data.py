@@ -346,7 +346,7 @@ def test_hub(tmp_path, monkeypatch):
         (  # messages where a text is expected
             "math500.jsonl",
             {"problem": [{"role": "user", "content": "?"}], "answer": "1"},
-            r"math500.jsonl, row 0: 'list' object has no attribute 'strip'",
+            r"math500.jsonl, row 0: column 'problem' is \[{'role.*; it must be a string",
         ),
         (
             "gsm8k_test.jsonl",
@@ -373,6 +373,11 @@ def test_hub(tmp_path, monkeypatch):
             "processbench.jsonl",
             {"problem": "?", "steps": "['a', 'b']", "label": 1, "id": "math-0", "final_answer_correct": True},
             r"processbench.jsonl, row 0: column 'steps' is .*must be a list",
+        ),
+        (
+            "processbench.jsonl",
+            {"problem": ["?"], "steps": ["a"], "label": 0, "id": "math-0", "final_answer_correct": True},
+            r"processbench.jsonl, row 0: column 'problem' is \['\?'\]; it must be a string",
         ),
         (
             "processbench.jsonl",
@@ -578,6 +583,8 @@ def test_validate_rows(real, file, field, value):
             {"tasks": ["aime24"], "source_dir": Path("/nowhere")},
             "--source-dir /nowhere: must be an existing directory",
         ),
+        ({"tasks": []}, "--tasks: there is nothing to convert; name a task"),
+        ({"tasks": ["all"], "source_dir": REPO / "docs"}, "--tasks: there is nothing to convert; .*add its"),
     ],
 )
 def test_bad_settings(tmp_path, settings, message):
