@@ -155,6 +155,23 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
         assert name == same and torch.equal(got, weight) and got.requires_grad == weight.requires_grad
     with pytest.raises(ValueError, match=f"^{base}: contains no adapters .*; pass a checkpoint of a run"):
         merge_lora.merge(Path(base), out)
+    moved = Path(base).rename(tmp_path / "moved")
+    with pytest.raises(
+        ValueError, match=f"^{saved}: cannot be merged into {base} .*, pass its place as --mo"
+    ):
+        merge_lora.merge(saved, out)
+    merge_lora.merge(saved, out, str(moved))
+    for content, why in ((b"torn", "header too small"), (None, "Repo id")):
+        (saved / "adapter_model.safetensors").unlink()
+        if content:
+            (saved / "adapter_model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{saved}: cannot be merged .*{why}.* pass another checkpoint"):
+            merge_lora.merge(saved, out, str(moved))
+    (saved / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=f"^{saved}: adapter_config.json names no base model .* pass --model"
+    ):
+        merge_lora.merge(saved, out)
 
 
 PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}

@@ -46,8 +46,14 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
             f"{checkpoint}: contains no adapters (adapter_config.json); pass a checkpoint of a "
             "run with --lora-rank, because other checkpoints are complete models"
         )
-    settings = json.loads((checkpoint / "adapter_config.json").read_text())
-    base = model or settings["base_model_name_or_path"]
+    try:
+        base = (
+            model or json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"]
+        )
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{checkpoint}: adapter_config.json names no base model ({error!r}); pass --model"
+        ) from error
     if out.resolve() == Path(base).resolve() or (out / "adapter_config.json").exists():
         raise ValueError(
             f"{out}: is the base model or a checkpoint with adapters, which merging would "
@@ -55,15 +61,23 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         )
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
+    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     from causal_lm import load_causal_lm, load_tokenizer
 
-    remote = dict(trust_remote_code=trust_remote_code)
-    stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
-    # The sum is computed in float32 and then rounded, as on the policy servers.
-    whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
-    whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
+    try:
+        remote = dict(trust_remote_code=trust_remote_code)
+        stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
+        # The sum is computed in float32 and then rounded, as on the policy servers.
+        whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
+        whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{checkpoint}: cannot be merged into {base} ({why:.300}); if the base model has moved, pass its "
+            "place as --model; if a file of the checkpoint is missing or truncated, pass another checkpoint"
+        ) from error
     whole.to(stored).save_pretrained(out)
     tokenizer = load_tokenizer(str(checkpoint), trust_remote_code)
     tokenizer.save_pretrained(out)
