@@ -347,6 +347,13 @@ def test_runs_are_found_and_named_and_what_is_none_is_refused(tmp_path):
     assert not (tmp_path / "a/report.html").exists()
     with pytest.raises(ValueError, match=".*page.html: contains no run"):
         view_run.write_page([tmp_path / "page.html"])
+    for file, text in (("metrics", '{"step": 1, "reward/mean": "high"}'), ("samples", '{"step": 1}')):
+        write_run(tmp_path / file, [line()])
+        (tmp_path / file / f"{file}.jsonl").write_text(text + "\n")
+        with pytest.raises(
+            ValueError, match=f"^.*/{file}: is not a run of this version .*; pass another run"
+        ):
+            view_run.write_page([tmp_path / file])
 
 
 def test_what_models_wrote_cannot_become_markup(page):
@@ -799,6 +806,8 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
     port = int(address.split(":")[2].strip("/"))
     with pytest.raises(OSError, match=f"^--port {port}: Address already in use; pass another port, or 0"):
         view_run.start_server([run], port)
+    with pytest.raises(OSError, match="^--port 99999: .*port must be 0-65535.*; pass another port, or 0"):
+        view_run.start_server([run], 99999)
 
 
 def test_a_reload_parses_only_what_is_new_and_equals_a_fresh_page(tmp_path, monkeypatch):

@@ -236,7 +236,11 @@ def page_of(folders, max_mb: float, live: str = "") -> str:
     runs = find_runs(folders)
     data = []
     for name, folder in runs.items():
-        data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
+        try:
+            data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{folder}: is not a run of this version ({why}); pass another run") from error
     compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     everything = {"title": ", ".join(map(str, folders)), "live": live, "runs": data}
     try:
@@ -310,8 +314,9 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
     find_runs(folders)  # Fail early if a directory contains no runs.
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise OSError(f"--port {port}: {error.strerror}; pass another port, or 0 for a free one") from error
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", error)
+        raise OSError(f"--port {port}: {why}; pass another port, or 0 for a free one") from error
 
 
 def main() -> None:
