@@ -236,6 +236,7 @@ def set_advantages(
         if has_signal:
             groups_to_train.append(group)
         for sample, advantage in zip(group, advantages_G):
+            sample.advantage, sample.token_advantages = None, []  # An earlier call may have set them.
             if sample.result["reward_score"] is None or not has_signal:
                 continue
             if advantage.dim() == 0:

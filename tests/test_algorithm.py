@@ -28,6 +28,7 @@ from algorithm import (
     tokens_before,
 )
 from compute_score import split_paragraphs
+from played import sample_of
 from policy import Sample
 from recipes import advantages
 from settings import PolicyOptions
@@ -69,6 +70,19 @@ def test_a_failed_sample_has_no_vote_in_its_group():
     first, failed, *others = [sample.advantage for sample in samples]
     assert failed is None  # so it is excluded from the loss as well
     assert [first, *others] == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
+
+
+def test_a_verdict_that_is_lost_in_a_later_call_leaves_no_advantage(tmp_path):
+    """With --dynamic-sampling, the advantages of the chosen groups are computed again, without the others."""
+    code = "def divided(groups):\n    r = groups.rewards_P_G\n    return (r - 0.5) / (r.nansum() - 1)\n"
+    (tmp_path / "own.py").write_text(code)
+    options = config_of(advantage=f"{tmp_path}/own.py:divided")
+    groups = [[sample_of(1.0), sample_of(0.0)], [sample_of(1.0), sample_of(1.0)]]
+    algorithm.set_advantages(groups, options, str)
+    assert [sample.advantage for sample in groups[0]] == [0.25, -0.25]
+    algorithm.set_advantages(groups[:1], options, str)  # divides by 0
+    assert [sample.result["reward_score"] for sample in groups[0]] == [None, None]
+    assert [sample.advantage for sample in groups[0]] == [None, None]
 
 
 def test_advantages_of_equal_rewards_are_zero_in_spite_of_rounding():
