@@ -112,7 +112,8 @@ KEPT_BY = {
         "test_trajectory.test_two_waves_at_the_same_time_are_those_that_they_are_alone",
         "test_trajectory.test_a_stopped_run_that_goes_on_is_the_same_run",
     ),
-    "Text from a tool can neither end a message nor impersonate another role.": (
+    "Text from a tool can neither end a message nor impersonate another role, unless the chat template marks "
+    "messages with ordinary text, such as Llama-2's `[/INST]`.": (
         "test_trajectory.test_special_tokens_in_what_a_tool_says_stay_text",
         "test_trajectory.test_markup_in_a_reply_stays_text",
     ),
