@@ -109,7 +109,8 @@ def read_rows(path: Path, needed=()) -> list[dict]:
     """Read the rows of a parquet, JSONL, JSON or CSV file.
 
     A JSON file contains a list of objects, or a sequence of objects that may span several lines each. If
-    there are `needed` columns, each row must have these columns and a ground truth. Raises ValueError.
+    there are `needed` columns, each row must have these columns, a data source and a ground truth. Raises
+    ValueError.
     """
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
@@ -144,18 +145,27 @@ def read_rows(path: Path, needed=()) -> list[dict]:
         raise ValueError(f"{place}: cannot be read as a {kind} file: {error}") from error
     if not rows:
         raise ValueError(f"{path}: the file has no rows")
-    for number, row in enumerate(rows):
-        for column in needed:
-            if column not in row:
-                raise ValueError(
-                    f"{path}, row {number}: the column {column!r} is missing; the row has only "
-                    f"{', '.join(row)}"
-                )
-        about = row.get("reward_model")
-        truth = about.get("ground_truth") if isinstance(about, dict) else None
-        if needed and (truth is None or truth != truth):  # Empty cells of a table may be NaN.
-            raise ValueError(f"{path}, row {number}: reward_model is {about!r}; it needs a ground_truth")
+    if needed:
+        for number, row in enumerate(rows):
+            check_columns(row, needed, f"{path}, row {number}")
     return rows
+
+
+def check_columns(row: dict, needed, where: str) -> None:
+    """Raise ValueError if a column of a row is missing or of another kind than the row schema says."""
+    for column in needed:
+        if column not in row:
+            names = ", ".join(row)
+            raise ValueError(f"{where}: the column {column!r} is missing; the row has only {names}")
+    source, extra = row.get("data_source"), row.get("extra_info")
+    if not isinstance(source, str):
+        raise ValueError(f"{where}: data_source is {source!r}; it must be a string that names the data set")
+    if not isinstance(extra, dict | None):
+        raise ValueError(f"{where}: extra_info is {extra!r}; it must be an object, such as {{}}")
+    about = row.get("reward_model")
+    truth = about.get("ground_truth") if isinstance(about, dict) else None
+    if truth is None or truth != truth:  # Empty cells of a table may be NaN.
+        raise ValueError(f"{where}: reward_model is {about!r}; it needs a ground_truth")
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
@@ -165,12 +175,6 @@ def checked_row(row: dict, is_table: bool) -> dict:
     If the row is from a table, keys with the value None are dropped at every level, because a table stores
     None for missing keys.
     """
-    if not isinstance(row["data_source"], str):
-        raise ValueError(
-            f"data_source is {row['data_source']!r}; it must be a string that names the data set"
-        )
-    if not isinstance(row["extra_info"], dict | None):
-        raise ValueError(f"extra_info is {row['extra_info']!r}; it must be an object, such as {{}}")
     prompt = row["prompt"]
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(

@@ -49,6 +49,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     tests = row | {"response": "r", "reward_model": {"ground_truth": '{"inputs": []}'}}
     write_jsonl(tmp_path / "tests.jsonl", [row | {"response": "r"}, tests])
     write_jsonl(tmp_path / "question.jsonl", [row | {"response": "r", "extra_info": {"question": " "}}])
+    write_jsonl(tmp_path / "extra.jsonl", [row | {"response": "r", "extra_info": "{}"}])
+    write_jsonl(tmp_path / "source.jsonl", [row | {"response": "r", "data_source": ["a"]}])
     (tmp_path / "fake.parquet").write_text("PAR?")
     write_jsonl(tmp_path / "status.jsonl", [sample("one"), sample("one", status="reviewed")])
     out = tmp_path / "out.jsonl"
@@ -59,6 +61,14 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "no_truth.jsonl", out=out), "row 0: reward_model is {'ground_truth': None}"),
         (dict(data=tmp_path / "tests.jsonl", out=out), "tests.jsonl, row 1: ground_truth: '{"),
         (dict(data=tmp_path / "question.jsonl", out=out) | asked, "row 0: extra_info['question'] is ' '"),
+        (
+            dict(data=tmp_path / "extra.jsonl", out=out) | asked,
+            "row 0: extra_info is '{}'; it must be an object",
+        ),
+        (
+            dict(data=tmp_path / "source.jsonl", out=out),
+            "row 0: data_source is ['a']; it must be a string that",
+        ),
         (dict(data=tmp_path / "fake.parquet", out=out), "parquet"),
         (dict(data=tmp_path / "good.txt", out=out), ".jsonl"),
         (dict(data=tmp_path / "status.jsonl", out=out), "the result would overwrite the column 'status'"),

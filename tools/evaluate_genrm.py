@@ -70,8 +70,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} {value}: must be at least 1")
-        if not self.timeout_s > 0:
-            raise ValueError(f"--timeout-s {self.timeout_s}: must be above 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"--timeout-s {self.timeout_s}: must be a finite number above 0")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"--temperature {self.temperature}: must be a finite number of at least 0")
         if not 0 < self.top_p <= 1:
