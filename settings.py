@@ -196,6 +196,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             )
         if self.val_top_p > 1:
             raise ValueError(f"--val-top-p {self.val_top_p}: must be at most 1, because it is a probability")
+        if self.policy_gpu_share > 1:
+            raise ValueError(
+                f"--policy-gpu-share {self.policy_gpu_share}: must be at most 1; for more GPUs, raise "
+                "--policy-ranks"
+            )
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             betas = " ".join(map(str, self.adam_betas))
             raise ValueError(f"--adam-betas {betas}: both must be at least 0 and below 1, as in 0.9 0.95")

@@ -1138,6 +1138,10 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
     [
         (dict(train_file="nowhere.parquet"), "nowhere.parquet: the file does not exist"),
         (dict(policy_gpu_share=0.0), "--policy-gpu-share 0.0: must be above 0"),
+        (
+            dict(policy_gpu_share=2.0),
+            "--policy-gpu-share 2.0: must be at most 1; for more GPUs, raise --policy-r",
+        ),
         (dict(temperature=0.0), "--temperature 0.0: must be above 0"),
         (dict(lr=math.inf), "--lr inf: must be a finite number"),
         (dict(entropy_coef=math.nan), "--entropy-coef nan: must be a finite number"),
