@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -93,9 +94,14 @@ def score_samples(
     if done:
         print(f"resuming: {len(done):,} of {len(samples):,} samples already have a score")
     left = [key for key in samples if key not in done]
+    try:  # before a judge starts, which takes minutes
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=partial.parent).close()
+    except OSError as error:
+        why = f"--out: cannot write to {partial.parent} ({error.strerror}); pass another folder"
+        raise OSError(why) from error
     with contextlib.ExitStack() as stack:
         manager = start_rewards(options, stack)
-        partial.parent.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # line by line
         file.write("\n" if file.tell() else "")  # The last line may be truncated.
         file.write(json.dumps(header) + "\n")

@@ -91,6 +91,14 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     assert not out.exists()
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_a_judge_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(score_file, "start_rewards", lambda *given: pytest.fail("a judge starts"))
+    write_jsonl(tmp_path / "rows.jsonl", [sample("one")])
+    config = score_file.Config(data=tmp_path / "rows.jsonl", out=tmp_path / "rows.jsonl/out.jsonl")
+    with pytest.raises(OSError, match=r"^--out: cannot write to .*rows.jsonl \(File exists\); pass another"):
+        score_file.run(config)
+
+
 @pytest.mark.slow
 def test_command_line_scores_a_file(tmp_path):
     import pyarrow
