@@ -593,7 +593,10 @@ def prepare(config: Config) -> dict[str, int]:
                 "--out-dir for each run"
             )
     config.out_dir = config.out_dir.expanduser()
-    config.out_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--out-dir {config.out_dir}: {error.strerror}; pass another directory") from error
     if "toy" in config.tasks:
         generated.append("toy")
     counts = {}

@@ -74,8 +74,11 @@ def check_folder(config):
         raise ValueError(
             f"--out-dir {out_dir}: already contains a run; pass --resume auto, or another directory"
         )
-    out_dir.mkdir(parents=True, exist_ok=True)
-    lock = open(out_dir / ".lock", "w")
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(out_dir / ".lock", "w")
+    except OSError as error:
+        raise OSError(f"--out-dir {out_dir}: {error.strerror}; pass another directory") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

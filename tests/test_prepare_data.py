@@ -583,6 +583,10 @@ def test_validate_rows(real, file, field, value):
             {"tasks": ["aime24"], "source_dir": Path("/nowhere")},
             "--source-dir /nowhere: must be an existing directory",
         ),
+        (
+            {"tasks": ["aime24"], "out_dir": Path(__file__)},
+            f"--out-dir {__file__}: File exists; pass another directory",
+        ),
         ({"tasks": []}, "--tasks: there is nothing to convert; name a task"),
         ({"tasks": ["all"], "source_dir": REPO / "docs"}, "--tasks: there is nothing to convert; .*add its"),
     ],

@@ -671,6 +671,9 @@ def in_another_process(code, **options):
 
 def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path):
     half_written = tmp_path / "checkpoints/.step_3.tmp/model.safetensors"
+    config = SimpleNamespace(out_dir=__file__, resume="auto")
+    with pytest.raises(OSError, match=f"^--out-dir {__file__}: File exists; pass another directory"):
+        run_folder.check_folder(config)
     config = SimpleNamespace(out_dir=str(tmp_path), resume="auto")
     code = f"""
         from types import SimpleNamespace
