@@ -701,6 +701,8 @@ class VllmServer(Process):
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             # The model then runs in the engine's process instead of a third one, which saves 8 s at startup.
             env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            # Otherwise the first log-probabilities of each server wait for a C++ compiler.
+            env.setdefault("TORCH_COMPILE_DISABLE", "1")
             cores = cores_of_server(config, part, parts)  # one list per process
             all_cores = [core for one in cores for core in one]
             env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # A single process ignores it.

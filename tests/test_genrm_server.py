@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         while self.path == "/v1/slow" and (told("slow") or told(f"slow_{os.getpid()}")):
             time.sleep(0.05)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR")
+        told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR", "TORCH")
         env = {k: v for k, v in os.environ.items() if k.startswith(told_of)}
         pids = [os.getpid(), engine.pid]
         cores = sorted(os.sched_getaffinity(0))
@@ -264,6 +264,7 @@ def test_cpu_servers(stand_in, monkeypatch):
             env = seen["env"]
             assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(number) and env["OMP_NUM_THREADS"] == "1"
             assert seen["cores"] == [number] and env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+            assert env["TORCH_COMPILE_DISABLE"] == "1"
             assert (
                 env["VLLM_API_KEY"] == "s3cret"
                 and env["HF_HUB_OFFLINE"] == "1"
