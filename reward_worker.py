@@ -506,6 +506,8 @@ class RewardLoopWorker:
         self.samples = queue.SimpleQueue()  # (number, payload) for grading processes
         graders = [Grader(self) for _ in range(job.sync_processes)]  # Processes start when they are needed.
         self.pid = os.getpid()
+        self.thread = None  # the thread of the event loop
+        threading.excepthook = self._end_with_loop
         self.changed = None  # the result of every call after a file of an async function has changed
         try:
             if job.is_async:
@@ -525,6 +527,7 @@ class RewardLoopWorker:
     async def submit(self, batch: dict[int, tuple[bool, bytes]]):
         """Accept calls, {number: (whether to isolate the call, payload)}, without waiting for results."""
         loop = asyncio.get_running_loop()
+        self.thread = threading.current_thread()
         for number, (isolated, payload) in batch.items():
             if isolated or not self.job.is_async:
                 self.samples.put((number, payload))
@@ -549,6 +552,12 @@ class RewardLoopWorker:
 
     def report(self, number, result, started):
         self.done[number] = result, time.monotonic() - started
+
+    def _end_with_loop(self, failed):
+        """End this process after its event loop, which sys.exit in a task of the function ends."""
+        if failed.thread is self.thread:
+            os._exit(1)  # Ray restarts the worker.
+        threading.__excepthook__(failed)
 
     async def _run(self, number, payload):
         started = time.monotonic()
