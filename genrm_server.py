@@ -468,24 +468,31 @@ class ModelServers:
             raise RuntimeError("Ray was shut down while servers were running")
         return ray.get(function.remote(*args))
 
-    def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> None:
-        """Send a control call to one server. Raise RuntimeError if the response status is not 200."""
+    def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> str:
+        """Send a control call to one server, and return the response.
+
+        Raises RuntimeError if the response status is not 200.
+        """
         status, text = request("POST", slot.url + path, body, self.config.server_key, CONTROL_TIMEOUT)
         if status != 200:
             raise RuntimeError(f"{slot.name}: POST {path} failed (status {status}): {text[:300]}")
+        return text
 
-    def post_control_all(self, path: str, body: dict | None = None) -> None:
-        """Send a control call to all servers of the router at the same time. The caller must hold the lock.
+    def post_control_all(self, path: str, body: dict | None = None) -> dict[ServerSlot, str]:
+        """Send a control call to all servers of the router at the same time, and return their responses.
 
-        A server that dies during the call is restarted, and gets the state of the others when it joins.
+        The caller must hold the lock. A server that dies during the call is restarted, gets the state of the
+        others when it joins, and has no response.
         Raises RuntimeError if a living server rejects the call, or if the service gave up on all servers.
         """
         with ThreadPoolExecutor(len(self.slots)) as pool:
             joined = [slot for slot in self.slots if slot.joined]
             calls = {slot: pool.submit(self.post_control, slot, path, body) for slot in joined}
+        answers = {}
         for slot, call in calls.items():
             error = call.exception()
             if not error:
+                answers[slot] = call.result()
                 continue
             healthy = request("GET", slot.url + "/health")[0] == 200
             if healthy and slot.joined:
@@ -496,6 +503,7 @@ class ModelServers:
                     self.call_server(slot, "stop")
                 self.leave(slot)
         self.check()
+        return answers
 
     def sleep(self, asleep: bool = True) -> None:
         """Release the GPU memory once running requests end, or allocate it again. Needs --sleep-mode."""

@@ -8,8 +8,9 @@
 Both functions fill in `response_ids`, `rollout_logprobs` and `truncated` of the samples (policy.Sample). They
 report each sample as soon as its rollout ends, so its reward is computed while other rollouts continue.
 trajectory.py samples the turns of multi-turn rollouts with this file. This file needs policy.py, causal_lm.py
-and algorithm.py; vLLM servers also need genrm_server.py and router.py. Not covered: speculative decoding, new
-weights in the middle of a response. Tensor names end in their shapes: B sequences, vocabulary size V.
+and algorithm.py; vLLM servers also need genrm_server.py, router.py and weight_sums.py. Not covered:
+speculative decoding, new weights in the middle of a response. Tensor names end in their shapes: B sequences,
+vocabulary size V.
 """
 
 import asyncio
@@ -362,6 +363,7 @@ RELOAD = (
     ("/collective_rpc", {"method": "reload_weights"}),
     ("/reset_prefix_cache?reset_running_requests=true", None),
 )
+READ_SUMS = "/collective_rpc", {"method": "weight_sums"}
 # For these models, vLLM's classes reuse the embedding as the head and reject a separate head.
 NO_HEAD = {"Gemma2ForCausalLM"}
 
@@ -373,7 +375,7 @@ class PolicyServers:
     restarted with the newest weights. Until then, the other servers take over its work. The servers compute
     in bfloat16 on GPUs and in float32 on CPUs. `config` (genrm_server.Config) has all settings but the model.
 
-    Raises the errors of ModelServers, and a RuntimeError that names the server if one rejects the weights.
+    Raises the errors of ModelServers, and a RuntimeError that names a server that rejects or loses weights.
     """
 
     def __init__(self, policy, tokenizer, config):
@@ -382,6 +384,7 @@ class PolicyServers:
         self.policy = policy
         self.service = None  # the ModelServers, after the start
         self.has_synced = False
+        self.sums = {}  # checksums of the weights that were sent last
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         info = policy.model_info()
         check_servable(info, policy.device.type)
@@ -389,6 +392,7 @@ class PolicyServers:
         self.contents = path, model_files(info, tokenizer)  # arguments of a WeightFolder
         # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
+        fixed += ("--worker-extension-cls", "weight_sums.WorkerExtension")
         if can_enable_tokens():
             fixed += (ENABLE_TOKENS,)
         config = replace(
@@ -403,6 +407,9 @@ class PolicyServers:
         self.folder = WeightFolder(*self.contents)  # resolve_config checks that the folder exists.
         try:
             self.start(resolve_config(config))
+            with self.service.lock:
+                if not self.compare_all():
+                    print("policy servers: WARNING: their weights cannot be checked", flush=True)
             self.has_token_endpoint = ENABLE_TOKENS in config.vllm_args and self.reads_tokens()
         except BaseException:
             self.shutdown()
@@ -422,14 +429,22 @@ class PolicyServers:
         return request("POST", url + TOKEN_ENDPOINT, {"token_ids": []}, key)[0] in (400, 422)
 
     def write_weights(self):
-        for _ in packs(served_weights(self.policy, self.dtype), self.folder):
+        from weight_sums import summed
+
+        self.sums = {}
+        for _ in packs(summed(served_weights(self.policy, self.dtype), self.sums), self.folder):
             pass  # `packs` has already written the file.
+
+    def sums_of(self, slot) -> dict:
+        """Return the checksums of the weights that were sent to this server last."""
+        return self.sums
 
     def reload(self, slot):
         """Reload the weights of a restarted server before it joins, because a sync may have changed them."""
         if self.service:
             for call in RELOAD:
                 self.service.post_control(slot, *call)
+            self.compare(slot, self.service.post_control(slot, *READ_SUMS))
 
     def sync(self):
         """Send the policy's weights to all servers. No server may be generating."""
@@ -437,6 +452,7 @@ class PolicyServers:
             self.write_weights()
             for call in RELOAD:
                 self.service.post_control_all(*call)
+            self.compare_all()
         if not self.has_synced:
             self.has_synced = True
             for slot in self.service.slots:
@@ -444,6 +460,18 @@ class PolicyServers:
                     line = self.service.call_server(slot, "last_lines", "weights were not loaded", 1)
                     if line:
                         print(f"policy servers: WARNING: {line}", flush=True)
+
+    def compare_all(self) -> int:
+        """Compare all servers' weights, and return how many were compared. The caller must hold the lock."""
+        answers = self.service.post_control_all(*READ_SUMS)
+        return sum(self.compare(slot, answer) for slot, answer in answers.items())
+
+    def compare(self, slot, answer: str) -> int:
+        """Raise RuntimeError if a server holds other weights than those that were sent to it."""
+        from weight_sums import compare
+
+        held = json.loads(answer).get("results", [])
+        return compare(f"{slot.name} (log: {slot.log})", self.sums_of(slot), held)
 
     def check(self):
         """Raise RuntimeError if the servers can no longer respond. Rollouts call this while they wait."""

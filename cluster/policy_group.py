@@ -200,7 +200,7 @@ class PolicyGroup:
         self.num_updates = before + metrics["actor/updates"]
         return metrics | {"actor/entropy": entropy_of(groups)}
 
-    def send_weights(self, folders: dict, path: str, dtype: torch.dtype) -> set:
+    def send_weights(self, folders: dict, path: str, dtype: torch.dtype) -> tuple[set, dict]:
         return self.call("send_weights", folders, path, dtype)[0]
 
     def release_memory(self) -> None:

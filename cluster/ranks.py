@@ -29,6 +29,7 @@ from cluster.weights import send
 from policy import Policy, Sample, micro_batches
 from reward_worker import check_files
 from rollout import served_weights
+from weight_sums import summed
 
 # Time limit of a collective operation. It can be long, because PolicyGroup detects a dead rank immediately
 # and ends the others.
@@ -107,19 +108,20 @@ class RankedPolicy(Policy):
         if self.is_sharded:  # Without a backward pass, FSDP does not reshard embedding and head.
             (model or self.model).reshard()
 
-    def send_weights(self, folders: dict, path: str, dtype: torch.dtype) -> set:
+    def send_weights(self, folders: dict, path: str, dtype: torch.dtype) -> tuple[set, dict]:
         """Send the weights from rank 0 to the WeightFolder actors in `folders` ({node: actor}) at `path`.
 
         Returns:
-            The nodes that no longer exist.
+            The nodes that no longer exist, and the checksums of the weights (see weight_sums.py).
         """
         if not self.is_main_rank:
             for _ in self.weights(dtype):  # Every rank must take part.
                 pass
-            return set()
-        weights = served_weights(self, dtype)
+            return set(), {}
+        sums = {}
+        weights = summed(served_weights(self, dtype), sums)
         try:
-            return send(weights, folders, path)
+            return send(weights, folders, path), sums
         finally:
             for _ in weights:  # After an error, the other ranks must not wait for this one.
                 pass

@@ -34,6 +34,7 @@ class ClusterServers(PolicyServers):
 
     def start(self, config: Config):
         self.folders = {}
+        self.nodes = {}  # the node on which each server starts
         self.folders_lock = threading.Lock()
         reservation = self.policy.reservation
         if not reservation:
@@ -46,8 +47,9 @@ class ClusterServers(PolicyServers):
     def before_starting(self, slot: ServerSlot):
         """Provide the weights on the server's node. A restart may have moved the actor to another node."""
         starts = self.policy.starts
+        node = self.nodes[slot] = ray.get(slot.server.node.remote())
         try:
-            self.provide_folders({ray.get(slot.server.node.remote())})
+            self.provide_folders({node})
         except RanksLost as error:
             self.lost = starts, error
             raise
@@ -75,9 +77,13 @@ class ClusterServers(PolicyServers):
         with self.folders_lock:
             self.fill(self.folders)
 
+    def sums_of(self, slot: ServerSlot) -> dict:
+        return self.sums[self.nodes[slot]]
+
     def fill(self, folders: dict):
         """Send the current weights to these folders, {node: folder}. Forget nodes that no longer exist."""
-        gone = self.policy.send_weights(folders, str(self.folder.path), self.dtype)
+        gone, sums = self.policy.send_weights(folders, str(self.folder.path), self.dtype)
+        self.sums |= dict.fromkeys(folders, sums)  # Another node may still have older weights.
         for node, folder in list(folders.items()):
             if node in gone:
                 self.folders.pop(node, None)

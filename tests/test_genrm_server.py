@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 # PYTHONPATH makes Python find this stand-in before the real vLLM. Files in the model's folder tell it how to
 # misbehave. Like vLLM, it has an "engine" (a separate process that could outlive it) and shared memory.
 STAND_IN = """
-import json, mmap, os, subprocess, sys, time
+import glob, json, mmap, os, subprocess, sys, time
 from _multiprocessing import SemLock
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
@@ -56,14 +56,28 @@ with open("/dev/shm/psm_" + name, "wb+") as memory:  # what vLLM leaves when it 
     mapped = mmap.mmap(memory.fileno(), 4096)
 semaphore = SemLock(1, 1, 1, "/mp-" + name, False)  # its file is mapped under another name
 open(os.environ["TMPDIR"] + "/socket", "w").close()
-calls = []
+def load():  # returns the checksums of the weights
+    sums = {}
+    for path in glob.glob(argument("--model") + "/*.safetensors"):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            data = file.read()
+        for weight in header.keys() - {"__metadata__"}:
+            start, end = header[weight]["data_offsets"]
+            total = sum(memoryview(data[start:end]).cast("H")) % 2**16
+            sums[weight + " (torch.float32)"] = [(end - start) // 4, 1, total]
+    return sums
+calls, held = [], load()
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
+        global held
         given, key = self.headers.get("Authorization"), os.environ["VLLM_API_KEY"]
         if self.path != "/health" and given != "Bearer " + key:
             return self.answer(401, {"error": "no key"})
-        calls.append(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        method = self.path == "/collective_rpc" and body and json.loads(body)["method"]
+        calls.append(f"{self.path} {method}" if method else self.path)
         if told(die := "die_of" + self.path.partition("?")[0].replace("/", "_")):
             try:
                 os.unlink(os.path.join(argument("--model"), die))  # one server, once
@@ -80,12 +94,15 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.05)
         while self.path == "/v1/slow" and (told("slow") or told(f"slow_{os.getpid()}")):
             time.sleep(0.05)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if method == "reload_weights" and not told("lose_reload"):
+            held = load()
         told_of = ("VLLM", "CUDA", "HF_", "OMP", "PYTHON", "TMPDIR", "TORCH")
         env = {k: v for k, v in os.environ.items() if k.startswith(told_of)}
         pids = [os.getpid(), engine.pid]
         cores = sorted(os.sched_getaffinity(0))
         seen = {"argv": sys.argv[1:], "env": env, "pids": pids, "calls": calls, "cores": cores, "name": name}
+        if method == "weight_sums":
+            seen = {"results": [held]}
         self.answer(200, seen)
     def answer(self, status, body):
         body = json.dumps(body).encode()
@@ -795,7 +812,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
                 f"--seed {5 + number} " in " ".join(seen["argv"])
                 and seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
             )
-            assert not any(call.startswith("/collective_rpc") for call in seen["calls"])
+            assert [call for call in seen["calls"] if "_rpc" in call] == ["/collective_rpc weight_sums"]
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
         servers.sync()
@@ -811,11 +828,16 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
                 for call in told(servers.service, number)["calls"]
                 if call.startswith(("/collective", "/reset"))
             ]
-            assert calls == ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
+            assert calls == [
+                "/collective_rpc weight_sums",
+                "/collective_rpc reload_weights",
+                "/reset_prefix_cache?reset_running_requests=true",
+                "/collective_rpc weight_sums",
+            ]
         os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
         until(lambda: restarts_of(servers.service) == 1 and len(router_workers(servers.service)) == 2)
         # This happened before it joined, because the weights may have changed.
-        assert "/collective_rpc" in told(servers.service)["calls"]
+        assert "/collective_rpc reload_weights" in told(servers.service)["calls"]
         (servers.folder.path / "die_of_collective_rpc").touch()
         before_joining, looked = servers.service.before_joining, threading.Event()
         servers.service.before_joining = lambda slot: looked.wait() and before_joining(slot)
@@ -826,7 +848,24 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
         until(
             lambda: restarts_of(servers.service) >= 2 and all(slot.joined for slot in servers.service.slots)
         )
-        assert all("/collective_rpc" in told(servers.service, number)["calls"] for number in range(2))
+        reloads = "/collective_rpc reload_weights"
+        assert all(reloads in told(servers.service, number)["calls"] for number in range(2))
+        (servers.folder.path / "lose_reload").touch()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 + 1e-6)  # a change that hardly shows in log-probabilities
+        lost = r"server 0 .*: did not load the policy's weights: 2 of 39 checksums differ, .* resume the run"
+        with pytest.raises(RuntimeError, match=lost):
+            servers.sync()
+        (servers.folder.path / "lose_reload").unlink()
+        servers.sync()
+        # A restarted server does not join with other weights.
+        (_, weight), joined = next(iter(servers.sums.items())), restarts_of(servers.service)
+        weight[2] += 1
+        os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers.service) > joined + 1)
+        assert not servers.service.slots[0].joined
+        weight[2] -= 1
+        until(lambda: servers.service.slots[0].joined)
         (servers.folder.path / "refuse_collective_rpc").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /collective_rpc failed .*400.: .*will not"):
             servers.sync()

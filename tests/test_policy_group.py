@@ -34,6 +34,7 @@ from policy import Policy, RanksLost, Sample
 from run import Run
 from test_genrm_server import stand_in  # noqa: F401
 from tiny import CPU, a_step, config_of, groups_of
+from weight_sums import summed
 
 pytestmark = pytest.mark.slow
 
@@ -421,7 +422,8 @@ class Sender:
     def send_weights(self, folders, path, dtype):
         if self.lost:
             raise RanksLost("a rank of the policy died")
-        return send(self.policy.weights(dtype), folders, path)
+        sums = {}
+        return send(summed(self.policy.weights(dtype), sums), folders, path), sums
 
 
 def test_weights_reach_the_servers_of_every_node_also_after_a_death(

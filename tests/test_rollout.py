@@ -318,9 +318,17 @@ def served_difference(servers, policy, temperature=1.0):
     return torch.cat(differences).abs().mean().item()
 
 
+LOST_SYNC = r"server 0 .*: .*model.embed_tokens.weight.* resume the run"
+
+
 @pytest.mark.slow
-def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(tmp_path, tokenizer):
-    """The model has tied embeddings, and vLLM is real. Servers and trainer agree, except before a sync."""
+def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest(
+    tmp_path, tokenizer, monkeypatch
+):
+    """The model has tied embeddings, and vLLM is real. Servers and trainer agree, except before a sync.
+
+    A lost sync is noticed even if the log-probabilities hardly change.
+    """
     policy = tied_policy(tokenizer)
     settings = genrm_server.Config(model="", cpus="0", max_model_len=32, log_dir=tmp_path / "policy_logs")
     servers = rollout.PolicyServers(policy, tokenizer, settings)
@@ -335,6 +343,20 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         servers.sync()
         # The prompts are the same again, so no keys or values of the old weights are left in a cache.
         assert stale > 0.02 > 1e-5 > served_difference(servers, policy)
+        move(policy, 1e-6)
+        with monkeypatch.context() as patch:
+            patch.setattr(rollout, "RELOAD", rollout.RELOAD[1:])  # The server does not load the weights.
+            with pytest.raises(RuntimeError, match=LOST_SYNC):
+                servers.sync()
+        (file,) = servers.folder.path.glob("*.safetensors")
+        old = file.read_bytes()
+        move(policy, 1e-6)
+        with monkeypatch.context() as patch:
+            write = servers.write_weights
+            patch.setattr(servers, "write_weights", lambda: (write(), servers.folder.write(0, old)))
+            with pytest.raises(RuntimeError, match=LOST_SYNC):  # The server loads the old file.
+                servers.sync()
+        assert served_difference(servers, policy) < 1e-3  # The log-probabilities do not show the lost sync.
         move(policy, 0.02)
         servers.sync()
         servers.service.slots[0].server.child.kill()

@@ -21,6 +21,7 @@ from cluster import ranks
 from cluster.weights import send, to_all
 from rollout import WeightFolder, packs
 from tiny import policy_of
+from weight_sums import WorkerExtension, compare, summed, weight_sums
 
 
 def tensors(dtype):
@@ -200,6 +201,50 @@ def test_what_vllm_cannot_serve_is_rejected_with_a_remedy(config, device, proble
             rollout.check_servable(about, device)
     else:
         rollout.check_servable(about, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_add_up_and_do_not_fit_other_words(dtype):
+    """The bits of 1.0 are 3f80 in bfloat16, and 3f80 0000 in float32. Five times 3f80 is 1_3d80."""
+    ones = torch.ones(1, 5, dtype=dtype)
+    assert weight_sums([("w", ones)]) == {f"w ({dtype})": [5, 5, 0x3D80]}
+    assert weight_sums([("empty", ones[:0]), ("scale", ones.byte())]) == {}
+
+
+def worker(**weights):
+    """Return what the worker of a server returns that holds these weights."""
+    model = torch.nn.ParameterDict(weights)
+    held = WorkerExtension()
+    held.get_model = lambda: model
+    return json.loads(json.dumps(held.weight_sums()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_server_with_another_weight_is_noticed_however_its_workers_share_the_weights(dtype):
+    sent, zeros = {}, torch.zeros(3, 8, dtype=dtype)
+    whole = {name: torch.randn(6, 8).to(dtype) for name in ("head", "down", "norm", "q_proj", "other_dtype")}
+    whole["down"] = whole["down"].T
+    for name, tensor in summed(whole.items(), sent):
+        assert tensor is whole[name]
+    copies = {"norm": whole["norm"], "other_dtype": whole["other_dtype"].half()}
+    head, down = whole["head"], whole["down"]
+    padded = torch.cat([head[4:], zeros])
+    one = [worker(**copies, head=torch.cat([head, zeros]), down=down, qkv_proj=head)]
+    two = [worker(**copies, head=head[:4], down=down[:, :1]), worker(**copies, head=padded, down=down[:, 1:])]
+    assert compare("s", sent, one) == compare("s", sent, two) == 3
+    overlapping = [worker(head=head.repeat(10, 1)), worker(head=head.repeat(2, 1))]
+    assert compare("s", sent, overlapping) == compare("s", sent, []) == 0
+    for name, index in {"head": (5, 7), "down": (0, 0), "norm": (2, 2)}.items():
+        before = whole[name][index].clone()
+        whole[name][index] = torch.nextafter(
+            before, torch.tensor(9, dtype=dtype)
+        )  # only the last bit differs
+        now = {}
+        list(summed(whole.items(), now))
+        whole[name][index] = before
+        for held in (one, two):
+            with pytest.raises(RuntimeError, match=rf"s: .* 1 of 3 .* {name} \({dtype}\); resume the run"):
+                compare("s", now, held)
 
 
 @pytest.mark.parametrize("kind, has_head", [(Gemma2ForCausalLM, False), (LlamaForCausalLM, True)])
