@@ -34,6 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from policy import Sample
 from rollout import rollout_hf
+from weight_sums import weight_sums
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def load(): return AutoModelForCausalLM.from_pretrained(argument("--model"), dtype=torch.float32).eval()
 torch.set_num_threads(1)
@@ -44,7 +45,9 @@ class Handler(BaseHTTPRequestHandler):
         global model, asked
         body, answer = self.rfile.read(int(self.headers.get("Content-Length") or 0)), {}
         with lock:
-            if self.path == "/collective_rpc":
+            if self.path == "/collective_rpc" and b"weight_sums" in body:
+                answer = {"results": [weight_sums(model.named_parameters())]}
+            elif self.path == "/collective_rpc":
                 model = load()
             elif self.path == "/v1/completions":
                 body, asked = json.loads(body), asked + 1
