@@ -364,6 +364,7 @@ RELOAD = (
     ("/reset_prefix_cache?reset_running_requests=true", None),
 )
 READ_SUMS = "/collective_rpc", {"method": "weight_sums"}
+EXTENSION = "--worker-extension-cls", "weight_sums.WorkerExtension"
 # For these models, vLLM's classes reuse the embedding as the head and reject a separate head.
 NO_HEAD = {"Gemma2ForCausalLM"}
 
@@ -385,6 +386,7 @@ class PolicyServers:
         self.service = None  # the ModelServers, after the start
         self.has_synced = False
         self.sums = {}  # checksums of the weights that were sent last
+        self.kept = set()  # the weights that vLLM keeps as they are sent, so that a sync must change them
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         info = policy.model_info()
         check_servable(info, policy.device.type)
@@ -392,7 +394,9 @@ class PolicyServers:
         self.contents = path, model_files(info, tokenizer)  # arguments of a WeightFolder
         # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-        fixed += ("--worker-extension-cls", "weight_sums.WorkerExtension")
+        self.has_sums = not any(arg.startswith(EXTENSION[0]) for arg in config.vllm_args)
+        if self.has_sums:
+            fixed += EXTENSION
         if can_enable_tokens():
             fixed += (ENABLE_TOKENS,)
         config = replace(
@@ -408,7 +412,8 @@ class PolicyServers:
         try:
             self.start(resolve_config(config))
             with self.service.lock:
-                if not self.compare_all():
+                self.kept = self.compare_all()
+                if not self.kept:
                     print("policy servers: WARNING: their weights cannot be checked", flush=True)
             self.has_token_endpoint = ENABLE_TOKENS in config.vllm_args and self.reads_tokens()
         except BaseException:
@@ -444,7 +449,8 @@ class PolicyServers:
         if self.service:
             for call in RELOAD:
                 self.service.post_control(slot, *call)
-            self.compare(slot, self.service.post_control(slot, *READ_SUMS))
+            if self.kept:
+                self.compare(slot, self.service.post_control(slot, *READ_SUMS))
 
     def sync(self):
         """Send the policy's weights to all servers. No server may be generating."""
@@ -461,17 +467,20 @@ class PolicyServers:
                     if line:
                         print(f"policy servers: WARNING: {line}", flush=True)
 
-    def compare_all(self) -> int:
-        """Compare all servers' weights, and return how many were compared. The caller must hold the lock."""
+    def compare_all(self) -> set[str]:
+        """Return which weights all servers hold as they were sent. The caller must hold the lock."""
+        if not self.has_sums:
+            return set()
         answers = self.service.post_control_all(*READ_SUMS)
-        return sum(self.compare(slot, answer) for slot, answer in answers.items())
+        same = [self.compare(slot, answer) for slot, answer in answers.items()]
+        return set.intersection(*same) if same else set()
 
-    def compare(self, slot, answer: str) -> int:
-        """Raise RuntimeError if a server holds other weights than those that were sent to it."""
+    def compare(self, slot, answer: str) -> set[str]:
+        """Return which weights a server holds as they were sent. Raise RuntimeError if it lost `kept` ones."""
         from weight_sums import compare
 
         held = json.loads(answer).get("results", [])
-        return compare(f"{slot.name} (log: {slot.log})", self.sums_of(slot), held)
+        return compare(f"{slot.name} (log: {slot.log})", self.sums_of(slot), held, self.kept)
 
     def check(self):
         """Raise RuntimeError if the servers can no longer respond. Rollouts call this while they wait."""

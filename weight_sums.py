@@ -2,7 +2,8 @@
 
     sent = {}
     for name, tensor in summed(weights, sent): ...      # fills `sent`
-    compare("server 0", sent, held)                     # `held`: one result per worker of a vLLM server
+    kept = compare("server 0", sent, held)              # `held`: one result per worker of a vLLM server
+    compare("server 0", sent, held, kept)               # after a sync: raises RuntimeError if it was lost
 
 A server with `--worker-extension-cls weight_sums.WorkerExtension` returns its workers' checksums for POST
 /collective_rpc {"method": "weight_sums"}. vLLM's workers import this file, so it imports nothing from this
@@ -41,16 +42,18 @@ def summed(weights, sums: dict):
         yield name, tensor
 
 
-def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[int]]]) -> int:
+def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[int]]], kept=()) -> set[str]:
     """Compare the checksums of what was sent with those of a server's workers.
 
+    Args:
+        kept: The weights that must agree, because vLLM kept them as they were sent before.
     Returns:
-        The number of weights that could be compared.
+        The names of the weights whose checksums agree.
     Raises:
-        RuntimeError: The server holds other weights.
+        RuntimeError: The server holds other weights than those that were sent.
     """
-    compared = 0
-    different = []
+    same = set()
+    different = set()
     for name, (size, row, total) in sent.items():
         parts = [sums[name] for sums in held if name in sums]
         size_held = sum(part[0] for part in parts)
@@ -60,15 +63,14 @@ def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[i
             is_same = sum(part[2] for part in parts) % 2**16 == total
         else:  # Nothing of this name is held, or shards that overlap.
             continue
-        compared += 1
-        if not is_same:
-            different.append(name)
-    if different:
+        (same if is_same else different).add(name)
+    lost = sorted(different.intersection(kept))
+    if lost:
         raise RuntimeError(
-            f"{server}: did not load the policy's weights: {len(different)} of {compared} checksums differ, "
-            f"such as that of {different[0]}; resume the run"
+            f"{server}: did not load the policy's weights: {len(lost)} of {len(kept)} checksums differ, "
+            f"such as that of {lost[0]}; resume the run"
         )
-    return compared
+    return same
 
 
 class WorkerExtension:

@@ -66,9 +66,9 @@ KEPT_BY = {
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
     ),
     "A policy server that has not loaded the weights of a sync ends the run, however little they changed. "
-    "Each server returns checksums of the weights that vLLM keeps as they are sent: embedding, head and "
-    "norms, and on GPUs also the matrices that it does not merge. Only these are compared, in the data type "
-    "of the servers.": (
+    "Each server returns checksums of the weights that it held unchanged after its start: embedding, head "
+    "and norms, and on GPUs also the matrices that vLLM does not merge. Only these are compared, in the "
+    "data type of the servers.": (
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
         "test_genrm_server.test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart",
         "test_weights.test_a_server_with_another_weight_is_noticed_however_its_workers_share_the_weights",
