@@ -8,7 +8,7 @@
 # task, the penalty, the learning rate, the KL term and the number of steps, distils from a teacher, simulates
 # judges that overlook flaws, and trains and serves two judges.
 # Third world (tools): compares the outcome reward and FAPO at four costs per call, tries other advantages and a rule
-# instead of a judge, separates the cost from GRPO's normalisation, and trains and serves a judge.
+# instead of a judge, separates the cost from GRPO's normalisation, and serves a judge and trains it further.
 # Public tasks (public): compares both rewards in reasoning-gym's gcd, from three initial policies, and in gymnasium's
 # FrozenLake.
 #
@@ -268,45 +268,40 @@ other_algorithms() {  # other_algorithms SEED CHECKPOINT: tries other advantages
   shop "$2" prefix "$1" 0.03 "${SPARED[@]}"
   shop "$2" vppo "$1" 0.03 "${VPPO[@]}"
 }
-normalisations() {  # normalisations SEED: from checkpoint 0, separates small costs from GRPO's division by the std
-  local cost
-  for cost in 0.003 0.01; do
-    shop 0 "outcome_cost$cost" "$1" $cost "${OUTCOME[@]}"
-    shop 0 "outcome_floor_cost$cost" "$1" $cost "${OUTCOME[@]}" "${FLOOR[@]}"
-    shop 0 "outcome_dr_grpo_cost$cost" "$1" $cost "${OUTCOME[@]}" --advantage dr_grpo
-    shop 0 "outcome_dr_grpo_fast_cost$cost" "$1" $cost "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
-  done
+small_cost() {  # small_cost SEED CHECKPOINT: separates a small cost from GRPO's division by the std
+  shop "$2" outcome_cost0.003 "$1" 0.003 "${OUTCOME[@]}"
+  shop "$2" outcome_floor_cost0.003 "$1" 0.003 "${OUTCOME[@]}" "${FLOOR[@]}"
+  shop "$2" outcome_dr_grpo_cost0.003 "$1" 0.003 "${OUTCOME[@]}" --advantage dr_grpo
 }
-shop_judged() {  # shop_judged: trains and serves the judge of this world, and runs FAPO with it
+normalisations() {  # normalisations SEED: the same from checkpoint 0 at another cost and another learning rate
+  shop 0 outcome_cost0.01 "$1" 0.01 "${OUTCOME[@]}"
+  shop 0 outcome_floor_cost0.01 "$1" 0.01 "${OUTCOME[@]}" "${FLOOR[@]}"
+  shop 0 outcome_dr_grpo_cost0.01 "$1" 0.01 "${OUTCOME[@]}" --advantage dr_grpo
+  shop 0 outcome_dr_grpo_fast_cost0.003 "$1" 0.003 "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
+  shop 0 outcome_dr_grpo_fast_cost0.01 "$1" 0.01 "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
+}
+shop_judged() {  # shop_judged: serves the shipped judge of this world, and runs FAPO with it
   local seed start
-  world shop_judge shop_judge 0 judge
-  all_done
   if ! { unfinished shop0 fapo_judge || unfinished shop1 fapo_judge || unfinished shop2 fapo_judge; }; then return 0; fi
-  serve_judge "$OUT/shop_judge/judge" "$OUT/shop_judge/genrm_logs"
+  serve_judge toy/models/shop_judge "$OUT/shop_judge/genrm_logs"
   LANES=$((LANES + 1))  # one more for the server
   for seed in $SEEDS; do
     for start in 0 1 2; do
       shop $start fapo_judge "$seed" 0.03 --reward-fn toy/shop_judge.py:compute_score_fapo \
-        --router-address "127.0.0.1:$PORT"
+        --router-address "127.0.0.1:$PORT" --samples-per-step 128
     done
   done
   end_judge
   LANES=$((LANES - 1))
 }
 shop_judge_trained() {  # shop_judge_trained: trains this judge further, on rows of the policies' own answers
-  local start rows="$OUT/shop_judge/rows" answers="$OUT/shop_judge/answers"
-  for start in 0 1 2; do  # With practically no learning rate, the final policies answer further problems.
-    once "shop_judge/answers/shop$start" train_shop "$OUT/shop$start" 7 "$answers/shop$start" \
-      --model "$OUT/shop$start/fapo_judge_seed0/checkpoints/step_40" "${OUTCOME[@]}" --lr 1e-12 --total-steps 12 \
-      --no-val-before-train --val-every 0 --save-every 0 --samples-per-step 128
-  done
-  all_done
+  local rows="$OUT/shop_judge/rows"
   once shop_judge/critic_rows python recipes/critic_rows.py --held-out 400 --out-dir "$rows" \
-    --runs "$answers"/shop{0,1,2} "$OUT"/shop{0,1,2}/fapo_judge_seed0
+    --runs "$OUT"/shop{0,1,2}/fapo_judge_seed0
   all_done
   once shop_judge/trained_judge train_judge "$OUT/shop_judge" 0 "$OUT/shop_judge/trained_judge" --val-greedy \
-    --train-file "$rows/fapo_critic_train.parquet" --val-file "$rows/fapo_critic_test.parquet" \
-    --max-response-length 128
+    --model toy/models/shop_judge --train-file "$rows/fapo_critic_train.parquet" \
+    --val-file "$rows/fapo_critic_test.parquet" --max-response-length 160
   all_done
 }
 FLOOR=(--advantage recipes/advantages.py:floored)
@@ -324,6 +319,7 @@ tool_world() {  # The most informative runs come first, in case the script is st
   done
   for seed in $SEEDS; do
     for start in 0 1 2; do other_algorithms "$seed" $start; done
+    for start in 0 1 2; do small_cost "$seed" $start; done
     for start in 0 1 2; do other_costs "$seed" $start; done
     normalisations "$seed"
   done

@@ -32,21 +32,58 @@ def changed(old, new):
     [
         (
             changed("", ""),
-            "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50?50 ok|4:eggs?eggs? ok|"
-            "6:50+7=57?57 ok|\\boxed{-1}",
+            "0: sells pears 0:pears? ok|2:50+7=57?57 ok|2: buys nuts 2:nuts? ok|4:57-7=50?50 ok|"
+            "4: sells eggs 4:eggs? ok|6:50+7=57?57 ok|\\boxed{-1}",
         ),
-        (changed("50+7=57", "50+7=59"), "0:pears?pears? ok|2:50+7=57?59 not|\\boxed{2}"),
-        (changed("50+7=57", "51+7=58"), "0:pears?pears? ok|2:50+7=57?51 not|\\boxed{2}"),
-        (changed("nuts?", "hats?"), "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?h not|\\boxed{2}"),
+        (changed("50+7=57", "50+7=59"), "0: sells pears 0:pears? ok|2:50+7=57?59 not|\\boxed{2}"),
+        (changed("50+7=57", "51+7=58"), "0: sells pears 0:pears? ok|2:50+7=57?51 not|\\boxed{2}"),
+        (
+            changed("nuts?", "hats?"),
+            "0: sells pears 0:pears? ok|2:50+7=57?57 ok|2: buys nuts 2:hats? not|\\boxed{2}",
+        ),
         (
             shop_judge.as_turns(shop_world.write_solution(PROBLEM, looks_up=False)),
-            "0:pears?pears= not|\\boxed{0}",
+            "0: sells pears 0:pears= not|\\boxed{0}",
         ),
-        (changed("", "")[:3], "0:pears?pears? ok|2:50+7=57?57 ok|2:nuts?nuts? ok|4:57-7=50? not|\\boxed{4}"),
+        (
+            changed("", "")[:3],
+            "0: sells pears 0:pears? ok|2:50+7=57?57 ok|2: buys nuts 2:nuts? ok|4:57-7=50? not|\\boxed{4}",
+        ),
+        (changed("pears?", ""), "0: sells pears 0: not|\\boxed{0}"),
     ],
 )
 def test_a_critique_derives_each_paragraph_and_ends_at_the_first_that_differs(turns, critique):
-    assert shop_judge.write_critique(PROBLEM, turns).splitlines() == critique.split("|")
+    deals, *checks = shop_judge.write_critique(PROBLEM, turns).splitlines()
+    assert deals == "0: sells pears 2: buys nuts 4: sells eggs"
+    assert checks == critique.split("|")
+
+
+def test_practice_checks_every_item_and_sum_about_half_of_which_are_wrong():
+    """Each check goes on from what the policy has stated, and the tool answers what it was asked."""
+    rng = random.Random(0)
+    findings = {"look-up": [], "sum": []}
+    for _ in range(100):
+        problem, turns, text = shop_judge.write_practice(rng)
+        listed, *checks = text.splitlines()
+        assert len(checks) == 2 * len(problem.deals) and len(turns) == len(checks) + 1
+        value = problem.start
+        for number, (sign, item) in enumerate(problem.deals):
+            verb = "sells" if sign > 0 else "buys"
+            asked = turns[2 * number]["text"].split()[-1].removesuffix("?")
+            price = int(turns[2 * number + 1]["text"])
+            assert price == problem.prices[asked]
+            is_right = asked == item
+            wanted = f"{2 * number}: {verb} {item} {2 * number}:{asked}? {'ok' if is_right else 'not'}"
+            assert checks[2 * number] == wanted and f"{2 * number}: {verb} {item}" in listed
+            findings["look-up"].append(is_right)
+            stated = turns[2 * number + 2]["text"].split()[0].split("=")[1]
+            true = str(value + sign * price)
+            assert checks[2 * number + 1].startswith(f"{2 * number + 2}:{value}{sign * price:+}={true}?")
+            assert checks[2 * number + 1].endswith(" ok" if stated == true else " not")
+            findings["sum"].append(stated == true)
+            value = int(stated)
+    for some in findings.values():
+        assert 0.4 < sum(some) / len(some) < 0.65
 
 
 def test_rows_show_what_the_judge_is_asked_and_agree_with_the_critiques():

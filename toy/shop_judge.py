@@ -4,12 +4,13 @@
     python -m toy.warm_start --kind shop_judge --models judge --out-dir data/shop_judge   # a new judge
 
 The judge reads what compute_score_fapo shows of a trajectory: "(policy) pears?", "(tool) 7". It never sees
-the prices, only what the tool has answered. Its critique derives each paragraph of the policy from the
-problem and the tool's answers, and quotes what the policy wrote up to the first wrong character. Not covered:
-judging answers that are wrong.
+the prices, only what the tool has answered. Its critique first lists the deals of the problem. Then it
+derives each paragraph of the policy from this list and the tool's answers, and quotes what the policy wrote:
+the item of a look-up, or a result up to the first wrong digit. Not covered: judging answers that are wrong.
 """
 
 import os
+import re
 from itertools import zip_longest
 from random import Random
 
@@ -17,11 +18,11 @@ import compute_score as scores
 from toy import shop_world, toy_world
 from toy.shop_world import FLAWS, ITEMS, Problem, first_flaw, random_problem, write_solution
 
-# The probability that a deal has each of FLAWS: made_up, miscopied, wrong_sum, other.
-PRACTICE = (0.08, 0.04, 0.35, 0.05)  # Most critiques end at a wrong sum, so copying a stated sum never pays.
-CRITIC = ((1, 0, 0, 0), (0.3, 0.02, 0.1, 0.03), (0, 0.05, 0.35, 0.1))  # A row draws one of these.
+# A row draws one of these: how likely a deal has each of FLAWS (made_up, miscopied, wrong_sum, other).
+CRITIC = ((1, 0, 0, 0), (0.3, 0.02, 0.1, 0.1), (0, 0.05, 0.3, 0.1), (0, 0.05, 0.1, 0.5))
+ERRORS = (-10, -5, -3, -2, -1, 1, 2, 3, 5, 10)  # of a wrong sum
 
-MAX_TOKENS = 128  # of a critique. The longest sound one has fewer.
+MAX_TOKENS = 160  # of a critique. The longest sound one has fewer.
 
 
 def write_flawed(problem: Problem, rng: Random, rates: tuple) -> list[dict]:
@@ -29,14 +30,19 @@ def write_flawed(problem: Problem, rng: Random, rates: tuple) -> list[dict]:
     turns = []
     value = problem.start
     text = ""
-    for sign, item in problem.deals:
+    items = [item for _, item in problem.deals]
+    for number, (sign, _) in enumerate(problem.deals):
         flaw = rng.choices(("", *FLAWS), (1 - sum(rates), *rates))[0]
+        if flaw == "other" and rng.random() < 0.6:  # a later item first, with the sign of this deal
+            later = rng.randrange(number, len(items))
+            items[number], items[later] = items[later], items[number]
+        item = items[number]
         price = rng.randint(2, 9)
         if flaw == "made_up":
             text += f"{item}={price}"
-        elif flaw != "other" or rng.random() < 0.5:  # "other": no look-up, or one of another item
+        elif flaw != "other" or rng.random() < 0.8:  # "other": also no look-up, or one of any item
             asked = item
-            if flaw == "other":
+            if flaw == "other" and rng.random() < 0.4:
                 asked = rng.choice(ITEMS)
             price = problem.prices[asked]
             turns += [("policy", f"{text}{asked}?"), ("tool", str(price))]
@@ -48,12 +54,16 @@ def write_flawed(problem: Problem, rng: Random, rates: tuple) -> list[dict]:
         task = f"{value}{sign * price:+}"
         value += sign * price
         if flaw == "wrong_sum":
-            value += rng.choice((-10, -5, -3, -2, -1, 1, 2, 3, 5, 10))
+            value += rng.choice(ERRORS)
         value = max(value, 0)
         text += f"\n\n{task}={value}\n\n"
+    return as_turns([*turns, last_turn(problem, value, text)])
+
+
+def last_turn(problem: Problem, value: int, text: str) -> tuple[str, str]:
+    """Return the policy's last turn: the text so far, and the answer for this final value."""
     answer = toy_world.Problem("", "", value, (), problem.question).answer
-    turns.append(("policy", f"{text}{problem.question.split()[0]} \\boxed{{{answer}}}"))
-    return as_turns(turns)
+    return "policy", f"{text}{problem.question.split()[0]} \\boxed{{{answer}}}"
 
 
 def as_turns(pairs) -> list[dict]:
@@ -74,9 +84,37 @@ def right_trajectory(rng: Random, flawed: bool) -> tuple[Problem, list[dict]]:
             return problem, turns
 
 
+def list_deals(problem: Problem) -> list[str]:
+    """Return the problem's deals: ["0: sells pears", "2: buys nuts"]. A number is the turn of the look-up."""
+    clauses = str(problem).partition(". ")[0].split(",")[1:]
+    return [f"{2 * number}:{clause}" for number, clause in enumerate(clauses)]
+
+
+def check_paragraph(index: int, true: str, text: str, deals: list[str]) -> str:
+    """Return a check such as "2: buys nuts 2:nuts? ok" or "2:65+7=72?74 not".
+
+    Args:
+        index: The index of the turn.
+        true: The correct paragraph.
+        text: What the policy wrote instead, or the same.
+        deals: The deals from `list_deals`.
+    """
+    finding = "ok" if text == true else "not"
+    if true.endswith("?"):  # a look-up
+        quote = re.match(r"[a-z]*.?", text)[0]
+        return f"{deals[index // 2]} {index}:{quote} {finding}"
+    check = f"{index}:{true}?"
+    task, equals, result = true.partition("=")
+    if equals and text.startswith(task + equals):  # Compare only the results.
+        true, text = result, text.removeprefix(task + equals)
+    shared = len(os.path.commonprefix([true, text]))
+    return f"{check}{text[: shared + 1]} {finding}"
+
+
 def write_critique(problem: Problem, turns: list[dict]) -> str:
-    """Write a critique such as "0:pears?pears? ok", "2:65+7=72?72 ok", "2:nuts?nuts= not", "\\boxed{2}"."""
-    checks = []
+    """Write a critique: the deals, a check of each paragraph up to the first wrong one, and "\\boxed{2}"."""
+    deals = list_deals(problem)
+    checks = [" ".join(deals)]
     written = [turn["text"] for turn in turns]
     for index, (who, wanted) in enumerate(write_solution(problem)):
         if who == "tool":
@@ -85,15 +123,35 @@ def write_critique(problem: Problem, turns: list[dict]) -> str:
         for true, text in zip_longest(*map(scores.split_paragraphs, (wanted, stated)), fillvalue=""):
             if true == text and true.endswith("}"):
                 continue  # The answer is known to be correct.
-            check = f"{index}:{true.rstrip('?')}?"
-            task, equals, _ = true.partition("=")
-            if equals and text.startswith(task + equals):  # Compare only the result of a sum.
-                true, text = (side.removeprefix(task + equals) for side in (true, text))
-            shared = len(os.path.commonprefix([true, text]))
+            checks.append(check_paragraph(index, true, text, deals))
             if true != text:
-                return "\n".join([*checks, f"{check}{text[: shared + 1]} not", f"\\boxed{{{index}}}"])
-            checks.append(f"{check}{text} ok")
+                return "\n".join([*checks, f"\\boxed{{{index}}}"])
     return "\n".join([*checks, "\\boxed{-1}"])
+
+
+def write_practice(rng: Random) -> tuple[Problem, list[dict], str]:
+    """Return a problem, a trajectory in which about half of the items and sums are wrong, and all checks.
+
+    The checks do not end at the first error. With fewer errors, the judge would only learn to repeat what it
+    has derived, instead of quoting what the policy wrote.
+    """
+    problem = random_problem(rng)
+    deals = list_deals(problem)
+    checks = [" ".join(deals)]
+    turns = []
+    value = problem.start
+    text = ""
+    for number, (sign, item) in enumerate(problem.deals):
+        asked = rng.choice((item, rng.choice(ITEMS)))
+        price = problem.prices[asked]
+        task = f"{value}{sign * price:+}"
+        true = value + sign * price
+        value = max(true + rng.choice((0, rng.choice(ERRORS))), 0)
+        turns += [("policy", f"{text}{asked}?"), ("tool", str(price))]
+        text = f"\n\n{task}={value}\n\n"
+        checks.append(check_paragraph(2 * number, f"{item}?", f"{asked}?", deals))
+        checks.append(check_paragraph(2 * number + 2, f"{task}={true}", f"{task}={value}", deals))
+    return problem, as_turns([*turns, last_turn(problem, value, text)]), "\n".join(checks)
 
 
 def critic_prompt(problem: Problem, turns: list[dict]) -> str:

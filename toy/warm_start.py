@@ -40,8 +40,8 @@ class Config:
     # solutions. shop: the world with a tool. shop_judge: the judge of the world with a tool, which starts as
     # the shipped judge of the first world.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop", "shop_judge"] = "standard"
-    # Models to train. The policy takes about 2 minutes (5 with --kind shop) and the judge about 4 (6 with
-    # --kind shop_judge). --models without a name writes only the rows.
+    # Models to train. The policy takes about 2 minutes (5 with --kind shop) and the judge about 4 (12
+    # with --kind shop_judge). --models without a name writes only the rows.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
     # With --kind own_flaws or shop: stop training the policy when this fraction of its solutions is sound.
     stop_at: float = 0.25
@@ -302,7 +302,8 @@ def shop_corpus(rng: Random) -> list[str]:
 def shop_judge_phases(rng: Random):
     """Return the phases for the shop's judge, which starts as the first world's judge.
 
-    A quarter of the texts are stories of the second world, because the judge must add instead of copying.
+    A quarter of the texts are stories of the second world, because the judge must add instead of copying. It
+    learns to list the deals before it sees trajectories, because otherwise it would copy the policy's items.
     """
 
     def add():
@@ -312,11 +313,17 @@ def shop_judge_phases(rng: Random):
     def critique(problem, turns):
         return chat(shop_judge.critic_prompt(problem, turns), shop_judge.write_critique(problem, turns))
 
-    def practise():
+    def read():
         if rng.random() < 0.25:
             return add()
         problem = shop_world.random_problem(rng)
-        return critique(problem, shop_judge.write_flawed(problem, rng, shop_judge.PRACTICE))
+        return chat(str(problem), " ".join(shop_judge.list_deals(problem)))
+
+    def compare():
+        if rng.random() < 0.25:
+            return add()
+        problem, turns, checks = shop_judge.write_practice(rng)
+        return chat(shop_judge.critic_prompt(problem, turns), checks)
 
     def criticise():
         if rng.random() < 0.25:
@@ -324,8 +331,10 @@ def shop_judge_phases(rng: Random):
         return critique(*shop_judge.right_trajectory(rng, rng.random() < 0.5))
 
     return [
-        ("to read turns", practise, 400, 1.5e-3, 1e-3, 3.0),
-        ("to criticise", criticise, 300, 1e-3, 1e-4, 3.0),
+        ("to list deals", read, 500, 2e-3, 1.5e-3, 3.0),
+        ("to check", criticise, 500, 1.5e-3, 1e-3, 3.0),
+        ("to compare", compare, 700, 2e-3, 1.5e-3, 3.0),
+        ("to criticise", criticise, 400, 1e-3, 1e-4, 3.0),
     ]
 
 
