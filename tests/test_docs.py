@@ -359,66 +359,91 @@ def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
 
 
 def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
-    """The judge's counts on the policy's answers, and what the policy learned from it."""
+    """What both judges found in the policies' answers, and what the policies learned."""
     text = " ".join((ROOT / "docs/evidence.md").read_text().split())
     runs = evidence.read()
-    cells, verdicts = collections.defaultdict(list), collections.Counter()
-    ends, other = [], []
-    for world in evidence.SHOP:
-        judged = evidence.of(runs, "fapo_judge", world)
-        before, after, oracle = (
-            statistics.median(run[when]["shop/truly_correct/mean@1"] for run in some)
-            for some, when in (
-                (judged, "before"),
-                (judged, "after"),
-                (evidence.of(runs, "fapo", world), "after"),
-            )
-        )
-        for name, value in dict(before=before, after=after, oracle=oracle, part=after / oracle).items():
-            cells[name].append(f"{value:.2f}")
-        for run in judged:
-            ends.append(run["after"]["shop/truly_correct/mean@1"])
-            other.append(run["after"]["shop/flawed_other/mean@1"])
-            for kind, counts in run["verdicts"].items():
-                verdicts.update({(kind, place): count for place, count in enumerate(counts)})
-    listed = {name: "{}, {} and {}".format(*values) for name, values in cells.items()}
-    assert "from {before} to {after} (checkpoints".format(**listed) in text
-    assert f"the nine runs end between {min(ends):.2f} and {max(ends):.2f})" in text and len(ends) == 9
-    assert "they rise to {oracle}, so".format(**listed) in text
-    assert "reaches {part} of the oracle's results".format(**listed) in text
-    every = {kind: verdicts[kind, 2] for kind, _ in verdicts}
-    assert f"read {sum(every.values()):,} correct answers" in text
-    assert verdicts["made_up", 0] == every["made_up"] and f"all {every['made_up']} made-up prices" in text
-    assert f"{verdicts['wrong_sum', 0]:,} of {every['wrong_sum']:,} wrong sums" in text
-    assert f"accepted {verdicts['sound', 1]:,} of {every['sound']:,} sound answers" in text
-    assert f"{every['other']:,} answers contained such a flaw" in text
-    assert f"found only {verdicts['other', 0]} of them" in text
-    assert f"flaws end at {min(other):.2f} to {max(other):.2f} of the answers" in text
+    medians, ends, found, others = {}, {}, {}, {}
+    for name in ("fapo_judge", "fapo_narrow_judge", "fapo"):
+        some = evidence.of(runs, name, *evidence.SHOP)
+        assert len(some) == 9
+        for when in ("before", "after"):
+            medians[name, when] = []
+            for world in evidence.SHOP:
+                values = (run[when]["shop/truly_correct/mean@1"] for run in some if run["world"] == world)
+                medians[name, when].append(statistics.median(values))
+        ends[name] = sorted(run["after"]["shop/truly_correct/mean@1"] for run in some)
+        others[name] = sorted(run["after"]["shop/flawed_other/mean@1"] for run in some)
+        found[name] = collections.Counter()
+        for run in some:
+            for kind, counts in run.get("verdicts", {}).items():
+                found[name].update({(kind, place): count for place, count in enumerate(counts)})
+
+    def listed(values):
+        return "{:.2f}, {:.2f} and {:.2f}".format(*values)
+
+    def of(judge, kind, place=0):
+        return f"{found[judge][kind, place]:,} of {found[judge][kind, 2]:,}"
+
+    before, after = (medians["fapo_judge", when] for when in ("before", "after"))
+    oracle = medians["fapo", "after"]
+    assert f"from {listed(before)} to {listed(after)} (checkpoints" in text
+    least, *_, most = ends["fapo_judge"]
+    assert f"the nine runs end between {least:.2f} and {most:.2f})" in text
+    assert f"they rise to {listed(oracle)}, so" in text
+    part = [one / other for one, other in zip(after, oracle)]
+    assert f"reaches {listed(part)} of the oracle's results" in text
+    every = sum(count for (_, place), count in found["fapo_judge"].items() if place == 2)
+    assert f"read {every:,} correct answers" in text
+    judge = "fapo_judge"
+    assert f"{of(judge, 'made_up')} made-up prices, {of(judge, 'wrong_sum')} wrong sums and " in text
+    assert f"{of(judge, 'other')} other look-ups, and accepted {of(judge, 'sound', 1)} sound answers" in text
+    judge = "fapo_narrow_judge"
+    assert f"all {found[judge]['made_up', 2]} made-up prices and {of(judge, 'wrong_sum')} wrong sums" in text
+    assert found[judge]["made_up", 0] == found[judge]["made_up", 2]
+    assert f"but only {of(judge, 'other')} other look-ups" in text
+    assert f"fully correct answers end at {listed(medians[judge, 'after'])}" in text
+    least, *_, most = others[judge]
+    assert f"such flaws at {least:.2f} to {most:.2f} of the answers" in text
+    assert f"With the present judge, at most {others['fapo_judge'][-1]:.2f} of the answers" in text
     (judge,) = evidence.of(runs, "trained_judge", "shop_judge")
     for name, told in ("recall", "rows changes"), ("sound_kept", "it accepts"):
         before, after = (judge[when][f"fapo_critic/{name}/greedy"] for when in ("before", "after"))
         assert f"{told} from {before:.2f} to {after:.2f}" in text
-    worth = []
-    for name in ("outcome_floor_cost0.003", "outcome_cost0.003"):
-        worth.append(evidence.earned(evidence.of(runs, name, "shop0"), "after"))
-    assert "earns more of the same reward ({} against {})".format(*worth) in text
-    ends = {}
-    for name, when in (
-        ("outcome_cost0.003", "before"),
-        ("outcome_floor_cost0.003", "after"),
-        ("outcome_cost0.003", "after"),
-        ("outcome_dr_grpo_cost0.003", "after"),
-        ("grounded_rule", "after"),
-    ):
-        runs_of = (evidence.of(runs, name, world) for world in evidence.SHOP)
-        ends[name, when] = [f"{run[when]['shop/truly_correct/mean@1']:.2f}" for (run,) in runs_of]
-    start, floored, divided, undivided, rule = ("{}, {} and {}".format(*values) for values in ends.values())
-    assert f"go from {start} to {floored}, and with GRPO to {divided}:" in text
-    assert f"which does not divide at all, ends at {undivided}." in text
-    assert f"answers end at {rule} (one run each)" in text
-    percent = [f"{float(value):.0%}".removesuffix("%") for value in ends["grounded_rule", "after"]]
+    before, after = (judge[when]["fapo_critic/sound_kept/mean@1"] for when in ("before", "after"))
+    assert f"At temperature 1, this fraction rises from {before:.2f} to {after:.2f}." in text
+
+
+def test_the_numbers_on_small_costs_in_the_world_with_a_tool(evidence):
+    """What the outcome reward minus a small cost teaches with other normalisations."""
+    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    runs = evidence.read()
+    found = {}
+    for name in ("outcome_floor_cost0.003", "outcome_dr_grpo_cost0.003", "outcome_cost0.003"):
+        some = evidence.of(runs, name, *evidence.SHOP)
+        assert len(some) == 9
+        for when in ("before", "after"):
+            correct = statistics.median(run[when]["shop/truly_correct/mean@1"] for run in some)
+            found[name, when] = f"{correct:.2f}", evidence.earned(some, when).split()[0]
+            for run in some:
+                calls = run["after"]["shop/calls/mean@1"]
+                rose = calls > run["before"]["shop/calls/mean@1"]
+                assert rose if name != "outcome_cost0.003" else calls < 0.1
+    (start, _), floored, _, undivided, _, divided = found.values()
+    told = (
+        f"from {start} to {floored[0]} with `floored`, to {undivided[0]} with Dr. GRPO, and to {divided[0]}"
+    )
+    assert f"{told} with GRPO" in text
+    assert f"same reward ({floored[1]} and {undivided[1]} against {divided[1]})" in text
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "fully correct answers end at {}, {} and {} % (one run".format(*percent) in readme
+    told = f"nine of nine runs, and {100 * float(floored[0]):.0f} % of the answers are fully correct"
+    assert told in readme
+    rule = []
+    for world in evidence.SHOP:
+        (run,) = evidence.of(runs, "grounded_rule", world)
+        rule.append(run["after"]["shop/truly_correct/mean@1"])
+    assert "answers end at {:.2f}, {:.2f} and {:.2f} (one run each)".format(*rule) in text
+    told = "fully correct answers end at {:.0f}, {:.0f} and {:.0f} % (one run"
+    assert told.format(*(100 * value for value in rule)) in readme
 
 
 def test_the_table_of_padding_is_that_of_the_script(tmp_path):
