@@ -397,6 +397,9 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     judge = "fapo_judge"
     assert f"{of(judge, 'made_up')} made-up prices, {of(judge, 'wrong_sum')} wrong sums and " in text
     assert f"{of(judge, 'other')} other look-ups, and accepted {of(judge, 'sound', 1)} sound answers" in text
+    part = [found[name]["other", 0] / found[name]["other", 2] for name in ("fapo_narrow_judge", "fapo_judge")]
+    page = " ".join((ROOT / "docs/judge.md").read_text().split())
+    assert "such errors that a judge finds from {:.2f} to {:.2f}.".format(*part) in page
     judge = "fapo_narrow_judge"
     assert f"all {found[judge]['made_up', 2]} made-up prices and {of(judge, 'wrong_sum')} wrong sums" in text
     assert found[judge]["made_up", 0] == found[judge]["made_up", 2]
