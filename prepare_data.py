@@ -125,8 +125,8 @@ def read_rows(path: Path, needed=()) -> list[dict]:
         elif kind == ".csv":
             with path.open(newline="", encoding=WITH_MARK) as file:
                 for number, row in enumerate(csv.DictReader(file)):
-                    place = f"{path}, row {number}"
-                    if None in row:  # Otherwise, the answer would be a part of the question.
+                    if None in row:  # Otherwise, a part of the question would become the answer.
+                        place = f"{path}, row {number}"
                         raise ValueError("it has more cells than the header; quote texts with commas")
                     rows.append(row)
         else:
@@ -152,7 +152,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
 
 
 def check_columns(row: dict, needed, where: str) -> None:
-    """Raise ValueError if a column of a row is missing or of another kind than the row schema says."""
+    """Raise ValueError if a column of a row is missing or has another type than the row schema requires."""
     for column in needed:
         if column not in row:
             names = ", ".join(row)
@@ -238,7 +238,7 @@ def _pick(raw, columns: str):
 
 
 def _text(raw, columns: str) -> str:
-    """Return the value of the column that `_column` chooses. Raise ValueError if it is not a text."""
+    """Return the value of the column that `_column` chooses. Raise ValueError if it is not a string."""
     column = _column(raw, columns)
     if not isinstance(raw[column], str):
         raise ValueError(f"column {column!r} is {raw[column]!r:.80}; it must be a string")

@@ -554,10 +554,10 @@ class RewardLoopWorker:
         self.done[number] = result, time.monotonic() - started
 
     def _end_with_loop(self, failed):
-        """End this process after its event loop, which sys.exit in a task of the function ends."""
+        """End this process if its event loop has ended, as after sys.exit in a task of the function."""
+        threading.__excepthook__(failed)  # prints the traceback, except of a SystemExit
         if failed.thread is self.thread:
             os._exit(1)  # Ray restarts the worker.
-        threading.__excepthook__(failed)
 
     async def _run(self, number, payload):
         started = time.monotonic()

@@ -386,7 +386,7 @@ class PolicyServers:
         self.service = None  # the ModelServers, after the start
         self.has_synced = False
         self.sums = {}  # checksums of the weights that were sent last
-        self.kept = set()  # the weights that vLLM keeps as they are sent, so that a sync must change them
+        self.kept = set()  # the weights that vLLM keeps as they are sent; their checksums must agree
         self.dtype = torch.bfloat16 if policy.device.type == "cuda" else torch.float32
         info = policy.model_info()
         check_servable(info, policy.device.type)
@@ -394,7 +394,8 @@ class PolicyServers:
         self.contents = path, model_files(info, tokenizer)  # arguments of a WeightFolder
         # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-        self.has_sums = not any(arg.startswith(EXTENSION[0]) for arg in config.vllm_args)
+        given = [arg.replace("_", "-") for arg in config.vllm_args]  # vLLM accepts both spellings of a flag.
+        self.has_sums = not any(arg.startswith(EXTENSION[0]) for arg in given)
         if self.has_sums:
             fixed += EXTENSION
         if can_enable_tokens():
@@ -414,7 +415,11 @@ class PolicyServers:
             with self.service.lock:
                 self.kept = self.compare_all()
                 if not self.kept:
-                    print("policy servers: WARNING: their weights cannot be checked", flush=True)
+                    print(
+                        "policy servers: WARNING: their weights cannot be compared with the policy's, so a "
+                        "lost sync may go unnoticed; see docs/troubleshooting.md",
+                        flush=True,
+                    )
             self.has_token_endpoint = ENABLE_TOKENS in config.vllm_args and self.reads_tokens()
         except BaseException:
             self.shutdown()
@@ -476,7 +481,7 @@ class PolicyServers:
         return set.intersection(*same) if same else set()
 
     def compare(self, slot, answer: str) -> set[str]:
-        """Return which weights a server holds as they were sent. Raise RuntimeError if it lost `kept` ones."""
+        """Return which weights a server holds as they were sent. Raise RuntimeError if `kept` ones differ."""
         from weight_sums import compare
 
         held = json.loads(answer).get("results", [])

@@ -1,9 +1,9 @@
-"""Checksums of weights, computed by the trainer when it sends them and by vLLM's workers when they hold them.
+"""Checksums of weights: the trainer computes them when it sends the weights, vLLM's workers after loading.
 
     sent = {}
     for name, tensor in summed(weights, sent): ...      # fills `sent`
     kept = compare("server 0", sent, held)              # `held`: one result per worker of a vLLM server
-    compare("server 0", sent, held, kept)               # after a sync: raises RuntimeError if it was lost
+    compare("server 0", sent, held, kept)               # raises RuntimeError if a sync was lost
 
 A server with `--worker-extension-cls weight_sums.WorkerExtension` returns its workers' checksums for POST
 /collective_rpc {"method": "weight_sums"}. vLLM's workers import this file, so it imports nothing from this
@@ -46,14 +46,15 @@ def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[i
     """Compare the checksums of what was sent with those of a server's workers.
 
     Args:
-        kept: The weights that must agree, because vLLM kept them as they were sent before.
+        kept: The weights that must be held and agree, because vLLM kept them as they were sent before.
+
     Returns:
         The names of the weights whose checksums agree.
+
     Raises:
         RuntimeError: The server holds other weights than those that were sent.
     """
     same = set()
-    different = set()
     for name, (size, row, total) in sent.items():
         parts = [sums[name] for sums in held if name in sums]
         size_held = sum(part[0] for part in parts)
@@ -63,8 +64,9 @@ def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[i
             is_same = sum(part[2] for part in parts) % 2**16 == total
         else:  # Nothing of this name is held, or shards that overlap.
             continue
-        (same if is_same else different).add(name)
-    lost = sorted(different.intersection(kept))
+        if is_same:
+            same.add(name)
+    lost = sorted(set(kept) - same)  # A server that no longer returns a checksum has lost the weight as well.
     if lost:
         raise RuntimeError(
             f"{server}: did not load the policy's weights: {len(lost)} of {len(kept)} checksums differ, "

@@ -119,9 +119,9 @@ class RankedPolicy(Policy):
                 pass
             return set(), {}
         sums = {}
-        weights = summed(served_weights(self, dtype), sums)
+        weights = served_weights(self, dtype)
         try:
-            return send(weights, folders, path), sums
+            return send(summed(weights, sums), folders, path), sums
         finally:
             for _ in weights:  # After an error, the other ranks must not wait for this one.
                 pass

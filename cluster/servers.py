@@ -34,7 +34,7 @@ class ClusterServers(PolicyServers):
 
     def start(self, config: Config):
         self.folders = {}
-        self.nodes = {}  # the node on which each server starts
+        self.nodes = {}  # the node on which each server started last
         self.folders_lock = threading.Lock()
         reservation = self.policy.reservation
         if not reservation:
@@ -47,12 +47,13 @@ class ClusterServers(PolicyServers):
     def before_starting(self, slot: ServerSlot):
         """Provide the weights on the server's node. A restart may have moved the actor to another node."""
         starts = self.policy.starts
-        node = self.nodes[slot] = ray.get(slot.server.node.remote())
+        node = ray.get(slot.server.node.remote())
         try:
             self.provide_folders({node})
         except RanksLost as error:
             self.lost = starts, error
             raise
+        self.nodes[slot] = node  # last, because a sync may be looking up the checksums of the old node
 
     def check(self):
         """Raise RanksLost if a server needs weights from ranks that have died."""

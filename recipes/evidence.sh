@@ -274,7 +274,7 @@ small_cost() {  # small_cost SEED CHECKPOINT: separates a small cost from GRPO's
   shop "$2" outcome_dr_grpo_cost0.003 "$1" 0.003 "${OUTCOME[@]}" --advantage dr_grpo
 }
 normalisations() {  # normalisations SEED: the same from checkpoint 0 at another cost and another learning rate
-  shop 0 outcome_cost0.01 "$1" 0.01 "${OUTCOME[@]}"
+  # other_costs has already started GRPO at a cost of 0.01, and a second start of an unfinished run would fail.
   shop 0 outcome_floor_cost0.01 "$1" 0.01 "${OUTCOME[@]}" "${FLOOR[@]}"
   shop 0 outcome_dr_grpo_cost0.01 "$1" 0.01 "${OUTCOME[@]}" --advantage dr_grpo
   shop 0 outcome_dr_grpo_fast_cost0.003 "$1" 0.003 "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4

@@ -61,7 +61,7 @@ def load_task(task: str, settings: str):
         raise ValueError(f"reasoning-gym has no task {task!r}; choose from {', '.join(sorted(DATASETS))}")
     try:
         dataset = reasoning_gym.create_dataset(task, **json.loads(settings))
-        dataset[0]  # Some settings, such as a seed that is a text, fail only here.
+        dataset[0]  # Some settings, such as a seed that is a string, fail only here.
         return dataset
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{task} does not accept the settings {settings} ({error}); correct them") from error

@@ -38,7 +38,7 @@ PAGES += [ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELO
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}  # of vLLM
-OTHERS_FLAGS |= {"--enable-lora", "--lora-modules", "--enable-scale-out"}  # of vLLM
+OTHERS_FLAGS |= {"--enable-lora", "--lora-modules", "--enable-scale-out", "--worker-extension-cls"}  # of vLLM
 OTHERS_FLAGS |= {"--backend", "--local", "--target"}  # of verl's merger
 OTHERS_FLAGS |= {"--no-deps"}  # of pip
 
@@ -395,6 +395,7 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     every = sum(count for (_, place), count in found["fapo_judge"].items() if place == 2)
     assert f"read {every:,} correct answers" in text
     judge = "fapo_judge"
+    assert f"it found {of(judge, 'miscopied')} wrongly copied numbers" in text
     assert f"{of(judge, 'made_up')} made-up prices, {of(judge, 'wrong_sum')} wrong sums and " in text
     assert f"{of(judge, 'other')} other look-ups, and accepted {of(judge, 'sound', 1)} sound answers" in text
     part = [found[name]["other", 0] / found[name]["other", 2] for name in ("fapo_narrow_judge", "fapo_judge")]

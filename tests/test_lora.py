@@ -157,7 +157,7 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
         merge_lora.merge(Path(base), out)
     moved = Path(base).rename(tmp_path / "moved")
     with pytest.raises(
-        ValueError, match=f"^{saved}: cannot be merged into {base} .*, pass its place as --mo"
+        ValueError, match=f"^{saved}: cannot be merged into {base} .*, pass its new path as --mo"
     ):
         merge_lora.merge(saved, out)
     merge_lora.merge(saved, out, str(moved))

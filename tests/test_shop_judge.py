@@ -59,7 +59,7 @@ def test_a_critique_derives_each_paragraph_and_ends_at_the_first_that_differs(tu
 
 
 def test_practice_checks_every_item_and_sum_about_half_of_which_are_wrong():
-    """Each check goes on from what the policy has stated, and the tool answers what it was asked."""
+    """Each check continues from what the policy has stated, and the tool answers what it was asked."""
     rng = random.Random(0)
     findings = {"look-up": [], "sum": []}
     for _ in range(100):

@@ -235,6 +235,8 @@ def test_a_server_with_another_weight_is_noticed_however_its_workers_share_the_w
     assert compare("s", sent, one) == compare("s", sent, two) == kept
     overlapping = [worker(head=head.repeat(10, 1)), worker(head=head.repeat(2, 1))]
     assert compare("s", sent, overlapping) == compare("s", sent, []) == set()
+    with pytest.raises(RuntimeError, match="s: .* 3 of 3 .*; resume the run"):
+        compare("s", sent, [], kept)  # After a sync, the server must still return them.
     for name, index in {"head": (5, 7), "down": (0, 0), "norm": (2, 2)}.items():
         before = whole[name][index].clone()
         whole[name][index] = torch.nextafter(

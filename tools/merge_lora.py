@@ -50,7 +50,8 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         base = (
             model or json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
-    except (ValueError, KeyError) as error:
+        Path(base)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{checkpoint}: adapter_config.json names no base model ({error!r}); pass --model"
         ) from error
@@ -75,8 +76,9 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
-            f"{checkpoint}: cannot be merged into {base} ({why:.300}); if the base model has moved, pass its "
-            "place as --model; if a file of the checkpoint is missing or truncated, pass another checkpoint"
+            f"{checkpoint}: cannot be merged into {base} ({why:.300}); if the base model has moved, pass "
+            "its new path as --model; if a file of the checkpoint is missing or truncated, pass another "
+            "checkpoint"
         ) from error
     whole.to(stored).save_pretrained(out)
     tokenizer = load_tokenizer(str(checkpoint), trust_remote_code)

@@ -8,7 +8,7 @@ still be in progress.
 
 Needs tools/page/, diagnose.py, command_line.py, run_folder.py, and toy/toy_world.py (with compute_score.py)
 for the oracle of the toy world. Not covered: statistical tests between runs; messages of a prompt other than
-the last one that is not the assistant's.
+the question.
 
 With --serve, a reload parses and diagnoses only what the runs have written since the last one.
 

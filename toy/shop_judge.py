@@ -18,7 +18,7 @@ import compute_score as scores
 from toy import shop_world, toy_world
 from toy.shop_world import FLAWS, ITEMS, Problem, first_flaw, random_problem, write_solution
 
-# A row draws one of these: how likely a deal has each of FLAWS (made_up, miscopied, wrong_sum, other).
+# A row draws one of these: the probability of each of FLAWS in a deal (made_up, miscopied, wrong_sum, other).
 CRITIC = ((1, 0, 0, 0), (0.3, 0.02, 0.1, 0.1), (0, 0.05, 0.3, 0.1), (0, 0.05, 0.1, 0.5))
 ERRORS = (-10, -5, -3, -2, -1, 1, 2, 3, 5, 10)  # of a wrong sum
 
@@ -40,7 +40,7 @@ def write_flawed(problem: Problem, rng: Random, rates: tuple) -> list[dict]:
         price = rng.randint(2, 9)
         if flaw == "made_up":
             text += f"{item}={price}"
-        elif flaw != "other" or rng.random() < 0.8:  # "other": also no look-up, or one of any item
+        elif flaw != "other" or rng.random() < 0.8:  # "other" can also mean no look-up, or any item
             asked = item
             if flaw == "other" and rng.random() < 0.4:
                 asked = rng.choice(ITEMS)
