@@ -66,7 +66,8 @@ def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[i
             continue
         if is_same:
             same.add(name)
-    lost = sorted(set(kept) - same)  # A server that no longer returns a checksum has lost the weight as well.
+    # A server that no longer returns the checksum of a weight has lost it as well.
+    lost = [name for name in sent if name in kept and name not in same]
     if lost:
         raise RuntimeError(
             f"{server}: did not load the policy's weights: {len(lost)} of {len(kept)} checksums differ, "

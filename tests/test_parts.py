@@ -148,6 +148,19 @@ print([round(float(x), 3) for x in (*advantages, loss)])
     assert json.loads(run("-c", code)) == [1.0, 0.0, -1.0, -0.25]
 
 
+def test_weight_sums_alone(alone):
+    """In float32, 1.0 consists of the words 0 and 3f80. Six times 3f80 is 1_7d00."""
+    alone("weight_sums.py")
+    code = """
+import json, torch
+from weight_sums import compare, summed
+sent = {}
+list(summed([("w", torch.ones(2, 3))], sent))
+print(json.dumps([sent, list(compare("server 0", sent, [sent]))]))
+"""
+    assert json.loads(run("-c", code)) == [{"w (torch.float32)": [6, 3, 0x7D00]}, ["w (torch.float32)"]]
+
+
 def test_compute_score_alone(alone):
     alone("compute_score.py")
     code = r"""
