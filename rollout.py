@@ -395,8 +395,8 @@ class PolicyServers:
         # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
         given = [arg.replace("_", "-") for arg in config.vllm_args]  # vLLM accepts both spellings of a flag.
-        self.has_sums = not any(arg.startswith(EXTENSION[0]) for arg in given)
-        if self.has_sums:
+        has_sums = not any(arg.startswith(EXTENSION[0]) for arg in given)
+        if has_sums:
             fixed += EXTENSION
         if can_enable_tokens():
             fixed += (ENABLE_TOKENS,)
@@ -412,14 +412,15 @@ class PolicyServers:
         self.folder = WeightFolder(*self.contents)  # resolve_config checks that the folder exists.
         try:
             self.start(resolve_config(config))
-            with self.service.lock:
-                self.kept = self.compare_all()
-                if not self.kept:
-                    print(
-                        "policy servers: WARNING: their weights cannot be compared with the policy's, so a "
-                        "lost sync may go unnoticed; see docs/troubleshooting.md",
-                        flush=True,
-                    )
+            if has_sums:
+                with self.service.lock:
+                    self.kept = self.compare_all()
+            if not self.kept:
+                print(
+                    "policy servers: WARNING: their weights cannot be compared with the policy's, so a lost "
+                    "sync may go unnoticed; see docs/troubleshooting.md",
+                    flush=True,
+                )
             self.has_token_endpoint = ENABLE_TOKENS in config.vllm_args and self.reads_tokens()
         except BaseException:
             self.shutdown()
@@ -463,7 +464,8 @@ class PolicyServers:
             self.write_weights()
             for call in RELOAD:
                 self.service.post_control_all(*call)
-            self.compare_all()
+            if self.kept:
+                self.compare_all()
         if not self.has_synced:
             self.has_synced = True
             for slot in self.service.slots:
@@ -474,8 +476,6 @@ class PolicyServers:
 
     def compare_all(self) -> set[str]:
         """Return which weights all servers hold as they were sent. The caller must hold the lock."""
-        if not self.has_sums:
-            return set()
         answers = self.service.post_control_all(*READ_SUMS)
         same = [self.compare(slot, answer) for slot, answer in answers.items()]
         return set.intersection(*same) if same else set()

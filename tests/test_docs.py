@@ -390,6 +390,10 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     least, *_, most = ends["fapo_judge"]
     assert f"the nine runs end between {least:.2f} and {most:.2f})" in text
     assert f"they rise to {listed(oracle)}, so" in text
+    sides = "{:.2f} and {:.2f}, and with the oracle between {:.2f} and {:.2f}."
+    sides = sides.format(least, most, ends["fapo"][0], ends["fapo"][-1])
+    ranking = " ".join((ROOT / "LEADERBOARD.md").read_text().split())
+    assert f"its nine runs end between {sides}" in ranking
     part = [one / other for one, other in zip(after, oracle)]
     assert f"reaches {listed(part)} of the oracle's results" in text
     every = sum(count for (_, place), count in found["fapo_judge"].items() if place == 2)
@@ -441,6 +445,15 @@ def test_the_numbers_on_small_costs_in_the_world_with_a_tool(evidence):
     readme = " ".join((ROOT / "README.md").read_text().split())
     told = f"nine of nine runs, and {100 * float(floored[0]):.0f} % of the answers are fully correct"
     assert told in readme
+    some = evidence.of(runs, "outcome_floor_cost0.003", *evidence.SHOP)
+    changes = {}
+    for key in ("truly_correct", "flawed_wrong_sum"):
+        changes[key] = [[run[when][f"shop/{key}/mean@1"] for run in some] for when in ("before", "after")]
+    fell = [pair for pair in zip(*changes["truly_correct"]) if pair[1] < pair[0]]
+    ((before, after),) = fell
+    assert f"In one of the nine runs with `floored`, they fall from {before:.2f} to {after:.2f}," in text
+    before, after = map(statistics.median, changes["flawed_wrong_sum"])
+    assert f"such answers rise from {before:.2f} to {after:.2f} of all answers" in text
     rule = []
     for world in evidence.SHOP:
         (run,) = evidence.of(runs, "grounded_rule", world)
