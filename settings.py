@@ -185,6 +185,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
     def check(self) -> None:
         """Raise ValueError for settings that would fail late or silently do harm."""
+        if not self.out_dir:
+            raise ValueError("--out-dir '': is empty; pass a folder for this run")
         if self.group_size < 2:
             raise ValueError(
                 f"--group-size {self.group_size}: must be at least 2, because each sample is "
@@ -218,6 +220,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 )
         if self.wandb:
             check_wandb()
+        self.make_job()  # This checks all numbers and the settings of the rewards, and loads the function.
         for name in ("advantage_kwargs", "loss_kwargs"):
             json_object(name, getattr(self, name))
         from algorithm import check_functions, length_penalty_of  # here, because it imports torch
@@ -237,7 +240,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 "--overlap: does not work with --rollout hf or --reward-mode colocate; pass "
                 "--rollout vllm and --reward-mode standalone"
             )
-        self.make_job()  # This checks the other settings of the rewards, and loads the function.
 
     def policy_servers(self):
         """Return the genrm_server.Config of the servers of --rollout vllm."""

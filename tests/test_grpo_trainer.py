@@ -1147,6 +1147,8 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(entropy_coef=math.nan), "--entropy-coef nan: must be a finite number"),
         (dict(temperature=math.nan), "--temperature nan: must be a finite number"),
         (dict(timeout=math.nan), "--timeout nan: must be above 0"),
+        (dict(clip_high=math.nan), "--clip-high nan: must be at least 0"),
+        (dict(out_dir=""), "--out-dir '': is empty; pass a folder for this run"),
         (dict(clip_c=1.0), "--clip-c 1.0: must be above 1"),
         (dict(val_top_p=1.5), "--val-top-p 1.5: must be at most 1"),
         (dict(adam_betas=(0.9, 1.0)), "--adam-betas 0.9 1.0: both must be at least 0 and below 1"),
