@@ -304,6 +304,7 @@ def test_limit_and_bad_files(bench, tmp_path):
         ("temperature", math.nan, "must be a finite number of at least 0"),
         ("top-p", 0.0, "must be above 0 and at most 1"),
         ("top-p", 1.5, "must be above 0 and at most 1"),
+        ("out", "c.jsonl", "must end in .parquet"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(

@@ -70,6 +70,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} {value}: must be at least 1")
+        if self.out.suffix != ".parquet":
+            raise ValueError(f"--out {self.out}: must end in .parquet")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"--timeout-s {self.timeout_s}: must be a finite number above 0")
         if not 0 <= self.temperature < math.inf:
