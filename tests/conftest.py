@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import forked
+
 # The files that take more than a minute, the longest first.
 LONGEST = """reward_loop genrm_server trajectory cluster grpo_trainer changes policy_group rollout stages
     score_file router placement end_to_end""".split()
@@ -15,6 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The tests start their own Ray, even if a cluster is running on this machine.
 os.environ["RAY_ADDRESS"] = "local"
+# It starts workers only when they are needed, and collects no metrics.
+os.environ["RAY_prestart_worker_first_driver"] = os.environ["RAY_enable_metrics_collection"] = "0"
+
+
+def pytest_configure(config):
+    """Let the workers of xdist fork their scripts from one process."""
+    if config.getoption("numprocesses", None):  # of the main process
+        os.environ["FORKED_FROM"] = forked.address()
 
 
 def pytest_collection_modifyitems(items):
@@ -41,14 +51,32 @@ def no_ray_is_left():
 
 
 @pytest.fixture(scope="module")
-def one_ray():
-    """Share one Ray cluster among all runs of a file, including those in other processes."""
+def small_ray():
+    """Let Ray start in this process with fewer processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        forked.small_ray(patch.setattr)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_ray(small_ray):
+    """Share one Ray cluster among all runs of a file, including those in other processes.
+
+    vLLM's servers fork their engines.
+    """
     import ray
 
     import reward_loop
 
-    reward_loop.connect_ray()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", forked.ENGINES, prepend=os.pathsep)
+        for left in (2, 1, 0):  # Ray does not wait long enough for a busy machine.
+            try:
+                reward_loop.connect_ray()
+                break
+            except RuntimeError:
+                if not left:
+                    raise
         patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         yield ray
     ray.shutdown()

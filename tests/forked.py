@@ -3,13 +3,15 @@
 These imports take most of a script's start. No file of this repository is among them, so each script
 imports its own files, from the folder in which it runs. Ray is not among them either, because it reads
 environment variables when it is imported. A forked script is a process of its own with its own environment,
-working directory, output and session, and it ends as Python does: with exit code, traceback and exit
-handlers.
+working directory, output, session and network, and it ends as Python does: with exit code, traceback and
+exit handlers.
 
     done = forked.run(["score_file.py", "--data", ...])     # like subprocess.run(..., capture_output=True)
     process = forked.Script(["grpo_trainer.py", ...], log)  # like subprocess.Popen
     env = os.environ | {"PATH": forked.on_path(tmp_path)}   # for shell scripts that call `python`
     ray.init("local", runtime_env=forked.ray_workers(tmp_path))   # for actors that need torch
+    forked.small_ray()                                      # before ray.init
+    env = os.environ | {"PYTHONPATH": forked.ENGINES}       # for vLLM's servers, see vllm_forks
 
 Not covered: options of Python itself, and environment variables that Python or torch read when they are
 imported, such as OMP_NUM_THREADS. Tests of the start itself, of Ctrl-C in a run, or of what other processes
@@ -18,6 +20,7 @@ see start a Python of their own.
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -36,23 +39,21 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NAMESPACES = ["/proc/self/ns/net", "/proc/self/ns/mnt"]
+ENGINES = str(ROOT / "tests/vllm_forks")
 IMPORTED = """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
     transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama tyro aiohttp.web
     uvloop accelerate pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
     google.protobuf.message tqdm matplotlib.pyplot pytest""".split()
 
 
-def serve(address: str) -> tuple[list[str], dict[str, str]]:
+def serve(listener: socket.socket) -> tuple[list[str], dict[str, str]]:
     """Fork a process for each script, and return in this process what the script is."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
     del sys.path[0]  # this folder
     for name in IMPORTED:
         importlib.import_module(name)
     assert "ray" not in sys.modules
     gc.freeze()  # Otherwise each process would copy all these objects when it collects garbage.
-    print("ready", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the processes that wait for scripts.
     while True:
         if 0 in select.select([listener, 0], [], [])[0]:
@@ -61,14 +62,18 @@ def serve(address: str) -> tuple[list[str], dict[str, str]]:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
-            _, files, _, _ = socket.recv_fds(connection, 1, 3)
+            _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
             arguments, folder, environment = json.loads(connection.makefile().readline())
             script = os.fork()
             if script == 0:
                 connection.close()
                 os.setsid()
-                for number, file in enumerate(files):
+                for number, file in enumerate(files[:3]):
                     os.dup2(file, number)
+                for file, own in zip(files[3:], NAMESPACES):
+                    if not os.path.samestat(os.fstat(file), os.stat(own)):  # on a host of hosts.py
+                        assert ctypes.CDLL(None).setns(file, 0) == 0
+                for file in files:
                     os.close(file)
                 os.chdir(folder)
                 return arguments, environment
@@ -104,20 +109,27 @@ def become(arguments: list[str], environment: dict[str, str]) -> None:
 
 @functools.cache
 def address() -> str:
-    """Start the process from which scripts are forked, and return its address."""
+    """Return the address of the process from which scripts are forked. The first script starts it.
+
+    The workers of xdist share one, whose address they get from their main process (see conftest.py).
+    """
+    if "FORKED_FROM" in os.environ:
+        return os.environ["FORKED_FROM"]
     folder = tempfile.TemporaryDirectory(prefix="forked", dir="/tmp")  # a short path for the socket
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, __file__, "serve", f"{folder.name}/socket"]
-    server = subprocess.Popen(
-        command,
-        cwd=folder.name,
-        env=environment,
-        start_new_session=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    address.kept = folder, server  # It ends when this process closes its input.
-    assert server.stdout.readline() == b"ready\n"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder.name}/socket")
+    listener.listen()
+    address.kept = [folder]
+
+    def start():
+        select.select([listener], [], [])
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, __file__, "serve", str(listener.fileno())]
+        options = dict(cwd=folder.name, env=environment, pass_fds=[listener.fileno()], start_new_session=True)
+        address.kept.append(subprocess.Popen(command, stdin=subprocess.PIPE, **options))
+        listener.close()
+
+    threading.Thread(target=start, daemon=True).start()  # The process ends when this one closes its input.
     return f"{folder.name}/socket"
 
 
@@ -131,9 +143,13 @@ class Script:
         with open(os.devnull) as nothing:
             files = [nothing if file is None else file for file in (stdin, output, errors or output)]
             numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-            socket.send_fds(self.connection, [b" "], numbers)
+            spaces = [os.open(name, os.O_RDONLY) for name in NAMESPACES]
+            socket.send_fds(self.connection, [b" "], numbers + spaces)
+            for number in spaces:
+                os.close(number)
         self.connection.sendall(json.dumps(request).encode() + b"\n")
         self.pid = int.from_bytes(self.connection.recv(8, socket.MSG_WAITALL), "little")
+        assert self.pid, "the process from which scripts are forked has ended"
         self.returncode = None
 
     def poll(self) -> int | None:
@@ -185,6 +201,22 @@ def ray_workers(folder: Path) -> dict:
     return {"py_executable": f"{folder}/python"}
 
 
+def small_ray(setattr=setattr) -> None:
+    """Let Ray start in this process with fewer processes of its own, as far as no test needs them.
+
+    There is no autoscaler, log monitor or dashboard, each of which imports Ray. The agent of a node is the
+    small one of a Ray without the extra "default", because Ray does not start if its agent takes 15 s, as it
+    may on a busy machine. The Ray of test_cluster.py that takes jobs starts as for users, and so do those of
+    scripts in a Python of their own.
+    """
+    from ray._private import utils
+    from ray._private.node import Node
+
+    setattr(utils, "get_dashboard_dependency_error", lambda: ImportError("left out by the tests"))
+    for part in ("start_monitor", "start_log_monitor", "start_api_server"):
+        setattr(Node, part, lambda self, **settings: None)
+
+
 def end(script) -> None:
     """Call `script` and end this process as Python would, but without freeing all objects one by one."""
     code = 0
@@ -206,7 +238,7 @@ def end(script) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        script = serve(sys.argv[2])
+        script = serve(socket.socket(fileno=int(sys.argv[2])))
         end(lambda: become(*script))
     else:
         where, *given = sys.argv[2:]

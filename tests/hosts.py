@@ -2,23 +2,34 @@
 loopback, Ray session and shared memory. The hosts form one Ray cluster, which requires a token.
 
     with played_hosts(folder, SERVER) as on:
-        process = on("h1", sys.executable, "grpo_trainer.py", ..., log=folder / "run.log")
+        process = on("h1", f"{folder}/python", "grpo_trainer.py", ..., log=folder / "run.log")
 
 test_cluster.py disconnects a host. This needs root and `ip`. Not covered: separate clocks, disks and cores.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # CPUs that Ray may assign; h1 has the driver
 START_S = 300.0  # time limit for the start of Ray on all hosts
+RAY = "import forked; forked.small_ray(); from ray.scripts.scripts import main; main()"  # the command `ray`
+# It stands for vLLM's server and forks the server that the test gives, whose input ends with this process.
+FORKS = """
+import os, sys
+import forked
+ends, _ = os.pipe()
+server = [os.path.dirname(__file__) + "/server.py", *sys.argv[1:]]
+forked.Script(server, sys.stdout, sys.stderr, os.getcwd(), where={!r}, stdin=ends).wait()
+"""
 OWN = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
 
 
@@ -35,7 +46,7 @@ def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
     """Start the hosts and yield a function that starts a program on a host.
 
     Args:
-        server: The source of a program that stands in for vLLM's server.
+        server: The source of a program that stands in for vLLM's server, and that ends with its input.
         cpus: The number of CPUs that Ray may assign on each host.
 
     Raises:
@@ -82,7 +93,8 @@ def environment(folder: Path, server: str) -> dict[str, str]:
     package.mkdir(parents=True)
     for part in (package, package.parent, package.parent.parent):
         (part / "__init__.py").touch()
-    (package / "api_server.py").write_text(server)
+    (package / "api_server.py").write_text(FORKS.format(forked.address()))
+    (package / "server.py").write_text(server)
     return os.environ | {
         "RAY_health_check_period_ms": "1000",  # Ray soon notices a disconnected host.
         "RAY_health_check_timeout_ms": "2000",
@@ -91,7 +103,9 @@ def environment(folder: Path, server: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "token of the test " + "x" * 20,
         "RAY_ADDRESS": f"{address_of('h1')}:6379",
-        "PYTHONPATH": f"{folder / 'path'}{os.pathsep}{ROOT}",
+        # As `ray job submit` passes it. Forked workers are on the host of the `python` that forks them.
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": forked.ray_workers(folder)}),
+        "PYTHONPATH": f"{folder / 'path'}:{ROOT}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -99,25 +113,17 @@ def environment(folder: Path, server: str) -> dict[str, str]:
 def start_ray(on, folder: Path, cpus: dict[str, int]) -> None:
     """Start Ray and wait until all hosts have joined, because earlier placements would not use all hosts."""
     end = time.monotonic() + START_S
-    ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
-    logs = []
+    ray = [f"{folder}/python", "-c", RAY, "start", "--block", "--disable-usage-stats"]
+    ray.append("--object-store-memory=100000000")
     for host, count in cpus.items():
         place = [f"--address={address_of('h1')}:6379"]
         if host == "h1":
             place = ["--head", "--port=6379", "--include-dashboard=false"]
         place += [f"--node-ip-address={address_of(host)}", f"--num-cpus={count}"]
         log = folder / f"{host}.log"
-        on(host, *ray, *place, "--object-store-memory=100000000", log=log)
-        logs.append(log)
-        if host == "h1":  # The other hosts connect to h1.
-            wait_started(logs, end)
-    wait_started(logs, end)
-
-
-def wait_started(logs: list[Path], end: float) -> None:
-    for log in logs:
+        process = on(host, *ray, *place, log=log)
         while "Ray runtime started" not in log.read_text():
-            assert time.monotonic() < end, log.read_text()
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.2)
 
 

@@ -156,7 +156,7 @@ def test_the_parts_of_a_run(monkeypatch):
 
 
 @pytest.fixture
-def ray_with():
+def ray_with(small_ray):
     """Start a Ray cluster that claims to have this many GPUs."""
 
     def start(gpus, **options):

@@ -54,7 +54,7 @@ def limit():
 
 
 @pytest.fixture(scope="module")
-def forked_ray(tmp_path_factory):
+def forked_ray(tmp_path_factory, small_ray):
     """Start a Ray cluster whose workers are forked, because each rank would import torch for seconds.
 
     Yields a folder. Modules in its subfolder path/ replace others of the same name.

@@ -629,6 +629,7 @@ def test_a_group_is_one_call_for_limits_and_retries(start, serve, tmp_path):
 # ---- calls for single samples
 
 
+@pytest.mark.slow
 def test_a_response_that_is_not_a_text_is_an_error_and_not_a_wrong_answer(start, caplog):
     """Data sets store one text, one message, or several of either in this column."""
     manager = start("compute_score.py:compute_score")
@@ -754,6 +755,7 @@ def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
         waiting.result(60)
 
 
+@pytest.mark.slow
 def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path, monkeypatch):
     from cluster import placement
 

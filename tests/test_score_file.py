@@ -24,7 +24,11 @@ import score_file
 ROOT = Path(score_file.__file__).parent
 
 
-pytestmark = pytest.mark.usefixtures("one_ray")
+@pytest.fixture(autouse=True)
+def ray_if_slow(request):
+    """Start Ray for slow tests only. The quick ones score nothing."""
+    if request.node.get_closest_marker("slow"):
+        request.getfixturevalue("one_ray")
 
 
 def write_jsonl(path, rows):

@@ -2179,7 +2179,7 @@ def test_the_world_with_a_tool_on_real_servers(tmp_path):
         samples_per_step=32,
     )
     grpo_trainer.train(config)
-    on_servers = dict(rollout="vllm", overlap=True, total_steps=3, resume="auto")
+    on_servers = dict(rollout="vllm", rollout_cpus="0", overlap=True, total_steps=3, resume="auto")
     grpo_trainer.train(dataclasses.replace(config, **on_servers))
     _, *lines = lines_of(config.out_dir)
     assert [line["step"] for line in lines] == [1, 2, 3]

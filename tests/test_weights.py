@@ -311,7 +311,7 @@ def test_parts_that_a_process_lost_by_dying_are_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path):
+def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path, small_ray):
     cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
     others = [cluster.add_node(num_cpus=1) for _ in range(3)]
     forking = forked.ray_workers(tmp_path / "python")
