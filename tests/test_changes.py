@@ -206,10 +206,21 @@ def test_the_judge_and_a_classifier_together():
 
 @pytest.mark.slow
 def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path, monkeypatch):
-    """Run the toy recipe's three runs with a stand-in for vLLM, in one Ray whose servers find it.
+    """Run the toy recipe's three runs, and the GSM8K recipe with the toy recipe's models.
 
-    Then vLLM serves the classifier to the GSM8K recipe.
+    A stand-in for vLLM serves all models, in one Ray whose servers find it. vLLM itself serves a classifier
+    in test_genrm_server.py, where its parser also gets such arguments.
     """
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("gsm8k_train_100.jsonl", "gsm8k_test_400.jsonl"):
+        lines = (ROOT / "tests/data" / name).read_text().splitlines()[:24]
+        (source / name).write_text("\n".join(lines))
+    folder = copy / "outputs/disrm/seed0"
+    models = str(copy / "toy/models/policy"), str(folder.parent / "classifier")
+    out = str(folder / "gsm8k")
+    short = ["--max-response-length", "16", "--overlong-buffer", "0", "--max-prompt-length", "300"]
+    short += ["--val-every", "0", "--genrm-cpus", "1", "--genrm-vllm-args=--max-model-len 512"]
     val = ["--val-file", rows(copy / "val.jsonl", 8, "test")]  # instead of the world's 1,024
     played = stand_in_for_vllm(tmp_path / "stand_in")
     with monkeypatch.context() as patch:
@@ -218,9 +229,10 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
         env = dict(CLASSIFIER_STEPS="3", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
         try:
             run_recipe("toy_disrm", *SMALL, *val, folder=copy, **env)
+            env |= dict(SOURCE_DIR=str(source))
+            run_recipe("disrm_gsm8k", *models, out, *SMALL, *short, folder=copy, **env)
         finally:
             ray.shutdown()
-    folder = copy / "outputs/disrm/seed0"
 
     def scores_of(run):
         return {line["reward_score"] for line in lines_of(run, "samples.jsonl")}
@@ -233,36 +245,6 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
     both = lines_of(folder / "both")[-1]
     assert 0 < both["reward/classifier"] < 1 and both["genrm/asked"] > 0 and both["reward/no_verdict"] == 0
     assert (folder / "report.html").stat().st_size > 10_000
-
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("gsm8k_train_100.jsonl", "gsm8k_test_400.jsonl"):
-        lines = (ROOT / "tests/data" / name).read_text().splitlines()[:24]
-        (source / name).write_text("\n".join(lines))
-    out = str(folder / "gsm8k")
-    short = [
-        *SMALL,
-        "--max-response-length",
-        "16",
-        "--overlong-buffer",
-        "0",
-        "--max-prompt-length",
-        "300",
-        "--val-every",
-        "0",
-        "--genrm-cpus",
-        "1",
-        "--genrm-vllm-args=--max-model-len 512",
-    ]
-    run_recipe(
-        "disrm_gsm8k",
-        str(copy / "toy/models/policy"),
-        str(folder.parent / "classifier"),
-        out,
-        *short,
-        folder=copy,
-        SOURCE_DIR=str(source),
-    )
     assert "reward/acc" in lines_of(out)[-1]  # the outcome rule adds metrics
     assert len(scores_of(out)) > 4
 
