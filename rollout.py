@@ -412,15 +412,7 @@ class PolicyServers:
         self.folder = WeightFolder(*self.contents)  # resolve_config checks that the folder exists.
         try:
             self.start(resolve_config(config))
-            if has_sums:
-                with self.service.lock:
-                    self.kept = self.compare_all()
-            if not self.kept:
-                print(
-                    "policy servers: WARNING: their weights cannot be compared with the policy's, so a lost "
-                    "sync may go unnoticed; see docs/troubleshooting.md",
-                    flush=True,
-                )
+            self.find_kept(has_sums)
             self.has_token_endpoint = ENABLE_TOKENS in config.vllm_args and self.reads_tokens()
         except BaseException:
             self.shutdown()
@@ -431,6 +423,24 @@ class PolicyServers:
 
         self.write_weights()
         self.service = ModelServers(config, "policy", before_joining=self.reload)
+
+    def find_kept(self, has_sums: bool):
+        """Find the weights that vLLM keeps as they are sent. Without any, warn once, and never compare."""
+        reason = "--worker-extension-cls is set"
+        if has_sums:
+            reason = "they all differ from those sent"
+            try:
+                with self.service.lock:
+                    self.kept = self.compare_all()
+            except RuntimeError as error:
+                self.service.check()
+                reason = " ".join(str(error).split())
+        if not self.kept:
+            print(
+                f"policy servers: WARNING: no checksums of their weights to compare ({reason}), so a lost "
+                "sync may go unnoticed; see docs/troubleshooting.md",
+                flush=True,
+            )
 
     def reads_tokens(self) -> bool:
         """Return whether a server has the token endpoint. It then rejects an empty prompt, not the path."""

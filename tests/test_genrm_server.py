@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 import genrm_server
+import rollout
 from cluster.placement import RewardModelManager
 from genrm_server import Config, ModelServers, request, reserve_port, resolve_config, split_evenly
 from played import stand_in_for_vllm
@@ -880,6 +881,30 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
 
 
 @pytest.mark.slow
+def test_a_run_whose_servers_reject_checksums_at_its_start_goes_on_without_them(
+    stand_in, tokenizer, model, monkeypatch, capfd
+):
+    """A refusal after a server has returned checksums ends the run (see the test above)."""
+    files = rollout.model_files
+    refuse = {"refuse_collective_rpc": b""}
+    monkeypatch.setattr(rollout, "model_files", lambda *arguments: files(*arguments) | refuse)
+    policy = policy_of(copy.deepcopy(model))
+    with serving(PolicyServers(policy, tokenizer, settings(stand_in, num_servers=2))) as servers:
+        (line,) = [line for line in capfd.readouterr().out.splitlines() if "checksums" in line]
+        refused = r"WARNING: no checksums .*server [01]: POST /collective_rpc failed .*400.: .*will not"
+        assert re.search(refused, line) and servers.kept == set()
+        (servers.folder.path / "refuse_collective_rpc").unlink()
+        servers.sync()
+        os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers.service) == 1 and len(router_workers(servers.service)) == 2)
+        calls = [told(servers.service, number)["calls"] for number in range(2)]
+        rpc = [call for call in sum(calls, []) if call.startswith("/collective_rpc")]
+        assert set(rpc) == {"/collective_rpc weight_sums", "/collective_rpc reload_weights"}
+        assert rpc.count("/collective_rpc weight_sums") == 1  # at the start; the other server was restarted
+        assert "checksums" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
 def test_weights_that_go_through_the_disk_are_told_of(stand_in, tokenizer, model, monkeypatch, capfd):
     """Other weights go through /dev/shm (see the test above)."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -1195,7 +1220,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory, model, tokenizer):
+def vllm(tmp_path_factory, model, tokenizer, small_ray):
     """Yield the process and URLs of a router with two generative servers, and a classifier's manager."""
     import ray
     import torch
@@ -1384,6 +1409,9 @@ def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed
 DRIVER = """
 import sys, time
 import ray
+sys.path.append("tests")
+import forked
+forked.small_ray()
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
 from cluster.placement import RewardModelManager
 from genrm_server import Config
@@ -1449,8 +1477,12 @@ import sys, time
 import ray
 from ray.cluster_utils import Cluster
 import genrm_server
+import rollout
 from cluster import placement
 genrm_server.RESTART_DELAY, genrm_server.MAX_DEATHS = 0.1, 2
+sys.path.append("tests")
+import forked
+forked.small_ray()
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
 node = cluster.add_node(num_cpus=1)

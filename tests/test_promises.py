@@ -69,9 +69,11 @@ KEPT_BY = {
     "Each server returns checksums of the weights that it held unchanged after its start: embedding, head "
     "and norms, and on GPUs also the matrices that vLLM does not merge. Only these are compared, in the "
     "data type of the servers. By default, LoRA changes none of them on a CPU, and with some "
-    "`--lora-targets` none on a GPU; these checksums then do not notice a lost sync.": (
+    "`--lora-targets` none on a GPU; these checksums then do not notice a lost sync. If a server rejects "
+    "the request for checksums when the run starts, a warning says so, and none are compared.": (
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
         "test_genrm_server.test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart",
+        "test_genrm_server.test_a_run_whose_servers_reject_checksums_at_its_start_goes_on_without_them",
         "test_weights.test_a_server_with_another_weight_is_noticed_however_its_workers_share_the_weights",
         "test_weights.test_checksums_add_up_and_do_not_fit_other_words",
     ),
