@@ -316,10 +316,10 @@ def response_states(model, sequences, counts, device):
     # Padding on the right is invisible to a causal model, so no attention mask is needed.
     ids = padded(sequences, device, torch.long)
     output = backbone(model)(input_ids=ids, use_cache=False)
-    ends = torch.tensor([len(sequence) - 1 for sequence in sequences], device=device)[:, None]
-    starts = ends - torch.tensor(counts, device=device)[:, None]
-    columns = torch.arange(ids.shape[1] - 1, device=device)  # Each column predicts the token after it.
-    chosen = (starts <= columns) & (columns < ends)
+    ends = torch.tensor([len(sequence) - 1 for sequence in sequences])[:, None]
+    starts = ends - torch.tensor(counts)[:, None]
+    columns = torch.arange(ids.shape[1] - 1)  # Each column predicts the token after it.
+    chosen = on_device((starts <= columns) & (columns < ends), device)
     return output, output.last_hidden_state[:, :-1][chosen], ids[:, 1:][chosen]
 
 
@@ -680,10 +680,20 @@ def mask_of(lengths, device):
 
     Only lengths can tell them apart, because the padding token may also be the end token.
     """
-    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
+    return on_device(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None], device)
 
 
 def padded(rows, device, dtype=torch.float32, side="right"):
     """Return rows of different lengths (lists or 1-d tensors) as one tensor, with zeros on one side."""
     rows = [torch.as_tensor(row, dtype=dtype) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_side=side).to(device)
+    return on_device(pad_sequence(rows, batch_first=True, padding_side=side), device)
+
+
+def on_device(tensor, device):
+    """Copy a tensor to the device, without waiting for the work that a GPU has not yet done.
+
+    While a GPU computes a micro-batch, the CPU can then make the tensors of the next one.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # From other memory, even this copy would wait.
+    return tensor.to(device, non_blocking=device.type == "cuda")

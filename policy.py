@@ -329,6 +329,9 @@ class Policy:
                     tis_cap=config.tis_cap,
                     **loss_settings,
                 )
+                # Selecting by a mask waits for a GPU, so the metrics come before the backward pass.
+                if is_first_update:
+                    found |= logprob_difference(old[mask], rollout[mask])
                 if config.sampler_logprobs:
                     found |= ratio_sums(logprobs.detach()[mask] - rollout[mask])
                 if config.entropy_coef:
@@ -340,8 +343,6 @@ class Policy:
                     found["reference_kl_sum"] = kl.detach().double() * num_tokens
                 loss.backward()
                 found["loss_sum"] = loss.detach()
-                if is_first_update:
-                    found |= logprob_difference(old[mask], rollout[mask])
                 add_sums(sums, found)
         return as_numbers(sums)
 

@@ -92,6 +92,28 @@ def test_update_does_not_depend_on_micro_batches(model, changes):
         assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
 
 
+def test_sums_for_metrics_are_read_once_per_mini_batch(model, monkeypatch):
+    """Reading a number would make the CPU wait for a GPU after each micro-batch.
+
+    A truth value is read in each pass, by transformers, to see whether sequences are packed.
+    """
+    read, found = [], []
+
+    def watch(name):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor: read.append(name) or original(tensor))
+
+    samples = off_policy(model)
+    for name in ("item", "tolist", "__float__"):
+        watch(name)
+    for max_tokens in (10_000, 1):
+        policy = policy_of(model, mini_batch_size=2, max_tokens_per_micro_batch=max_tokens)
+        read.clear()
+        policy.update(groups_of(samples), lr=0.0)
+        found.append(Counter(read))
+    assert found[0] == found[1] and found[0]["__float__"] > 0
+
+
 def test_a_prefix_has_an_advantage_of_its_own(model):
     """The gradient is the sum of the gradients of the prefixes alone and of the rests alone.
 
@@ -209,6 +231,37 @@ def test_micro_batches_hold_every_sample_once_within_the_budget():
     assert len(batches) < 201 / 2 and policy_file.micro_batches([], 10) == []
 
 
+@pytest.mark.parametrize("count", [64, 128])
+@pytest.mark.parametrize("mean, longest, budget", [(60, 128, 2048), (500, 1024, 16384), (2000, 8192, 32768)])
+def test_no_better_way_to_form_as_many_micro_batches_saves_much_padding(count, mean, longest, budget):
+    """Compare with the lowest limit that gives as many, and with the best split of the sorted lengths.
+
+    The lengths are lognormal.
+    """
+    rng, mu = random.Random(0), math.log(mean) - 0.6**2 / 2
+    lengths = [min(longest, max(8, int(rng.lognormvariate(mu, 0.6)))) for _ in range(count)]
+    batches = policy_file.micro_batches(lengths, budget)
+
+    def computed(batches):
+        return sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)
+
+    limits = range(max(lengths), budget)
+    lowest = next(n for n in limits if len(policy_file.micro_batches(lengths, n)) == len(batches))
+    ratio = computed(policy_file.micro_batches(lengths, lowest)) / computed(batches)
+    assert 0.98 <= round(ratio, 2) <= 1.02  # as the page says
+    tokens_now = computed(batches)
+    lengths.sort(reverse=True)
+    least = [0] + [math.inf] * count  # the fewest computed tokens of the first sequences in this many batches
+    for _ in batches:
+        before, least = least, [math.inf] * (count + 1)
+        for start in range(count):
+            for end in range(start + 1, count + 1):
+                tokens = lengths[start] * (end - start)
+                if tokens <= budget:
+                    least[end] = min(least[end], before[start] + tokens)
+    assert sum(lengths) < least[-1] and 0.94 <= round(least[-1] / tokens_now, 2) <= 1  # as the page says
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "cohere", "falcon", "opt", "granite"])
 def test_each_prompt_is_computed_once_where_that_saves_much(name, monkeypatch):
     """Eight samples share two prompts, and the model sees each prompt once.
@@ -255,6 +308,40 @@ def test_every_query_attends_to_a_key_when_prompts_are_shared(model, monkeypatch
     causal_lm.logprobs_and_entropy(policy_of(model).model, sequences, [3] * 4 + [2] * 4, 1.0)
     watched_masks = [mask for mask in masks if mask is not None]
     assert watched_masks and all(mask.any(-1).all() for mask in watched_masks)
+
+
+def test_attention_gets_no_mask_where_prompts_are_not_shared(model, monkeypatch):
+    """Padding is on the right, where a causal model does not see it. Kernels without a mask are faster."""
+    attention, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query, key, value, attn_mask=None, is_causal=False, **options):
+        seen.append((attn_mask, is_causal))
+        return attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    policy = policy_of(model)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    sequences = [list(range(5, 30)), list(range(40, 52)), [5, 6]]  # different prompts and lengths
+    causal_lm.logprobs_and_entropy(policy.model, sequences, [3, 4, 1], 1.0)
+    assert seen == [(None, True)] * model.config.num_hidden_layers
+
+
+def test_tensors_are_copied_to_a_gpu_without_waiting(monkeypatch):
+    """A tensor that is already on a device (here: meta) cannot be pinned, and is not."""
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pinned") or tensor)
+
+    def to(tensor, device, non_blocking=False):
+        calls.append((tensor.device.type, str(device), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    gpu = torch.device("cuda:0")
+    assert causal_lm.padded([[1, 2], [3]], gpu, torch.long).tolist() == [[1, 2], [3, 0]]
+    assert causal_lm.mask_of([2, 1], gpu).tolist() == [[True, True], [True, False]]
+    assert calls == ["pinned", ("cpu", "cuda:0", True)] * 2
+    causal_lm.on_device(torch.ones(1, device="meta"), gpu)
+    causal_lm.on_device(torch.ones(1), CPU)
+    assert calls[4:] == [("meta", "cuda:0", True), ("cpu", "cpu", False)]
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next", "gemma3n_text", "mamba"])
