@@ -3,8 +3,12 @@
 import dataclasses
 import json
 import os
+import shlex
+import shutil
+import struct
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +16,18 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu_kit")]
 import check_gpu
 import forked
 import gpu_models
+import measuring
 import prepare_data
 import stages
+from cluster.placement import layout, process_specs
 from played import MODELS, stand_in_for_vllm
 from toy import warm_start
 
@@ -71,6 +79,26 @@ def test_every_way_has_settings_of_this_commit():
     for settings in stages.WAYS.values():
         assert set(settings) <= names
     assert set(stages.Config("speed").ways) <= set(stages.WAYS)
+
+
+def test_the_way_with_cudnn_attention_uses_no_other_kernel(tmp_path, monkeypatch):
+    """A policy turns it off, because it gave NaN gradients with an attention mask."""
+    seen, cuda = [], torch.backends.cuda
+
+    def time_update(learner, samples, device):
+        seen.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()))
+        return {}, {"actor/loss": 0.0, "actor/grad_norm": 0.0}
+
+    monkeypatch.setattr(gpu_models, "time_update", time_update)
+    list(stages.model_of("tiny", tmp_path, torch.device("cpu")))
+    was_on = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)  # as a policy on a GPU does
+    try:
+        for way in ("cuDNN attention", "plain"):
+            list(stages.update(stages.Config("speed", **TINY), tmp_path, way, "tiny", 8, 2))
+    finally:
+        cuda.enable_cudnn_sdp(was_on)
+    assert seen == [(True, False, False), (False, True, True)]
 
 
 class PlayedTrainer:
@@ -188,8 +216,11 @@ def played_vllm(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, capfd, played_vllm, one_ray):
+def test_fapo_trains_both_policies_with_a_served_judge(tmp_path, monkeypatch, capfd, played_vllm, one_ray):
     """The trainers and the router are real, and a stand-in for vLLM serves the judge."""
+    python = forked.on_path(tmp_path / "bin").split(":")[0] + "/python"
+    (tmp_path / "functions.sh").write_text(f'python() {{ {python} "$@"; }}\n')
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "functions.sh"))  # comes before any `python` in PATH
     data = tmp_path / "toy"
     prepare_data.prepare(prepare_data.Config(tasks=("toy",), out_dir=data))
     for file in (data / "toy_test.parquet", data / "toy_total_test.parquet"):
@@ -232,6 +263,42 @@ def test_speed_measures_rollouts_and_a_sync_on_servers(tmp_path, capfd, played_v
     )
 
 
+@pytest.mark.parametrize("stage, count", [("fapo", 2), ("trl", 1)])
+def test_the_runs_of_a_stage_fit_on_one_gpu(stage, count, tmp_path, monkeypatch):
+    """Record the command lines for a GPU, which the stages start in this order, instead of running them."""
+    for folder in ("bin", "copy"):
+        (tmp_path / folder).mkdir()
+    shutil.copytree(ROOT / "recipes", tmp_path / "copy/recipes")  # without .venv, so that bin/ comes first
+    python, log = tmp_path / "bin/python", tmp_path / "arguments"
+    python.write_text(f'#!/bin/bash\necho "${{@@Q}}" >>{log}\n')
+    python.chmod(0o755)
+    judges = []
+
+    def play_judge(config):
+        judges.append(config)
+        return SimpleNamespace(router_address="127.0.0.1:7", shutdown=lambda: None)
+
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(measuring, "ROOT", tmp_path / "copy")
+    monkeypatch.setattr(stages.genrm_server, "ModelServers", play_judge)
+    monkeypatch.setattr(check_gpu, "make_models", lambda work, device: [])
+    monkeypatch.setattr(stages.report, "report", lambda work: "")
+    list(getattr(stages, stage)(stages.Config(stage, judge=MODELS / "judge"), tmp_path))
+    lines = [shlex.split(line) for line in log.read_text().splitlines()]
+    runs = [arguments[1:] for arguments in lines if arguments[0] == "grpo_trainer.py"]
+    assert len(runs) == count
+    shares = [judge.gpu_share for judge in judges]
+    for flags in runs:
+        config = tyro.cli(check_gpu.grpo_trainer.Config, args=flags).resolved(1)
+        assert (config.device, config.rollout, config.total_steps) == ("cuda", "vllm", {2: 60, 1: 5}[count])
+        ((bundle,), _) = layout(process_specs(config), 1)  # ValueError if the processes do not fit
+        assert bundle["GPU"] == 1
+        shares += [config.policy_gpu_share, config.rollout_gpu_share]
+    assert len(shares) == {2: 5, 1: 2}[count] and sum(shares) <= 0.97
+    judged = [flags for flags in runs if "127.0.0.1:7" in flags]
+    assert len(judged) == len(judges) == count - 1
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy without the repository")
 def test_the_packed_tree_has_what_a_stage_needs_and_not_the_rest(tmp_path):
     judge, data, tree = (tmp_path / name for name in ("judge", "data", "tree"))
@@ -249,3 +316,61 @@ def test_the_packed_tree_has_what_a_stage_needs_and_not_the_rest(tmp_path):
     assert [name for name in left if (tree / name).exists()] == []
     again = subprocess.run(pack, capture_output=True, text=True)
     assert again.returncode == 2 and "exists; pass a new folder" in again.stderr
+    (judge / "model.safetensors").touch()
+    os.truncate(judge / "model.safetensors", 61 * 2**20)
+    pack[2] = tmp_path / "large"
+    large = subprocess.run(pack, capture_output=True, text=True)
+    assert large.returncode == 1 and "more than 60 MiB" in large.stderr
+
+
+def test_run_sh_unpacks_the_kit_and_limits_the_time_of_each_stage(tmp_path):
+    """Python and `timeout` are played. The limits and the start of the machine fit into 900 s."""
+    kit, out = tmp_path / "kit", tmp_path / "out"
+    for folder in (kit, tmp_path / "bin"):
+        folder.mkdir()
+    shutil.copy(ROOT / "benchmarks/gpu_kit/run.sh", kit)
+    (tmp_path / "package.py").touch()
+    with tarfile.open(kit / "kit1.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "package.py", "package.py")
+    python = f"""[ "$1" != -c ] || exec {sys.executable} "$@"
+        echo "{{\\"command\\": \\"$*\\", \\"path\\": \\"$PYTHONPATH\\"}}"; echo why >&2; exit 3"""
+    timeout = f"""echo "$1 $2 $3" >>{tmp_path}/limits; shift 3; exec "$@" """
+    for name, text in (("python3", python), ("timeout", timeout)):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    settings = dict(PATH=f"{tmp_path}/bin:{os.environ['PATH']}", OUT=str(out), SITE=str(tmp_path / "site"))
+    settings |= dict(HOME=str(tmp_path), PYTHONPATH="before")
+    limits = dict(fapo=260, speed=280, trl=230)
+    for stage in limits:
+        run = ["bash", kit / "run.sh", stage, "--size", "tiny"]
+        done = subprocess.run(run, cwd=tmp_path, env=settings, capture_output=True, text=True)
+        line, error = done.stdout.splitlines()
+        command = f"{kit}/stages.py {stage} --size tiny"
+        assert json.loads(line) == {"command": command, "path": f"{tmp_path}/site:before"}
+        assert (out / f"{stage}.jsonl").read_text() == line + "\n" and error == "why" and done.returncode == 3
+    assert (tmp_path / "site/package.py").exists()
+    for limit, said in zip(limits.values(), (tmp_path / "limits").read_text().splitlines(), strict=True):
+        kill, after, seconds = said.split()
+        assert (kill, after) == ("-k", "10") and limit - 200 < int(seconds) <= limit  # less for unpacking
+    assert sum(limits.values()) + 120 < 900
+    unknown = subprocess.run(["bash", kit / "run.sh", "odd"], env=settings, capture_output=True, text=True)
+    assert unknown.returncode == 2 and "unknown stage" in unknown.stdout
+
+
+def test_a_slim_library_keeps_the_code_for_one_architecture_where_it_was(tmp_path):
+    def entry(kind, architecture, content):
+        head = struct.pack("<HHIQIIII", kind, 0, 32, len(content), 0, 0, 0, architecture)
+        return head + content
+
+    def container(*entries):
+        content = b"".join(entries)
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content
+
+    machine = [entry(2, architecture, bytes([architecture]) * 8) for architecture in (80, 90, 100)]
+    ptx = [entry(1, architecture, bytes([architecture]) * 8) for architecture in (80, 100)]
+    library = tmp_path / "library.so"
+    library.write_bytes(b"start" + container(*machine) + b"middle" + container(*ptx) + b"end")
+    script = ROOT / "benchmarks/gpu_kit/slim_so.py"
+    subprocess.run([sys.executable, script, "90", library], check=True, capture_output=True)
+    kept = container(machine[1]) + bytes(80), container(ptx[0]) + bytes(40)
+    assert library.read_bytes() == b"start" + kept[0] + b"middle" + kept[1] + b"end"

@@ -27,6 +27,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import torch
 import torch.distributed as dist
 import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import check_gpu
 import genrm_server
@@ -49,6 +50,7 @@ WAYS = {
     "compiled layers": dict(compile_layers=True),
     "bf16 head": dict(bf16_head=True),
     "compiled layers, bf16 head": dict(compile_layers=True, bf16_head=True),
+    "cuDNN attention": {},
     "checkpointing": RECOMPUTED,
     "LoRA": dict(lora_rank=32),
     "LoRA, checkpointing": dict(lora_rank=32) | RECOMPUTED,
@@ -170,9 +172,13 @@ def update(config: Config, work: Path, way: str, size: str, length: int, count: 
         learner = RankedPolicy(settings, settings.model, device, Ranks(0, 1, f"127.0.0.1:{store.port}"))
     else:
         learner = policy.Policy(settings, settings.model, device)
+    attention = contextlib.nullcontext()
+    if way == "cuDNN attention":  # The policy has turned it off, and no other kernel may stand in for it.
+        attention = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
     try:
         samples = gpu_models.random_samples(learner, length, count)
-        found, metrics = gpu_models.time_update(learner, samples, device)
+        with attention:
+            found, metrics = gpu_models.time_update(learner, samples, device)
         found["planned_gb"] = sum(gb or 0.0 for name, gb in memory.items() if "host" not in name)
         shown = {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
         yield {"way": way, "size": size, "length": length, "samples": count} | found | shown
