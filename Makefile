@@ -54,7 +54,7 @@ demo: setup
 demo-quick: setup
 	bash recipes/toy_demo_quick.sh
 
-# Runs all experiments of docs/evidence.md, in eight to ten hours on two cores. If it was stopped, it resumes.
+# Runs all experiments of docs/evidence.md, in nine to twelve hours on two cores. If it was stopped, it resumes.
 evidence: .venv/.extra
 	bash recipes/evidence.sh
 

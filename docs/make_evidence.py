@@ -1,6 +1,6 @@
 """Collect finished runs in docs/evidence/*.jsonl, and generate all figures, tables and CSV files from them.
 
-    make evidence                                         # eight to ten hours: the runs, then this script
+    make evidence                                         # nine to twelve hours: the runs, then this script
     python docs/make_evidence.py --runs outputs/evidence  # adds the finished runs of recipes/evidence.sh
     python docs/make_evidence.py --runs outputs/disrm     # adds the finished runs of recipes/toy_disrm.sh
     python docs/make_evidence.py                          # regenerates figures and tables
@@ -172,6 +172,7 @@ TOOL_NAMES = {
     "outcome": "outcome reward only",
     "outcome_dr_grpo": "outcome reward only, `--advantage dr_grpo`",
     "outcome_floor": "outcome reward only, floor under the std",
+    "outcome_undivided": "outcome reward only, all groups divided by 2",
     "grounded_rule": "rule: operands must be the tool's answers",
     "fapo_judge": "FAPO, judge model",
     "fapo": "FAPO",
@@ -181,11 +182,24 @@ TOOL_NAMES = {
 # These runs used an earlier judge model. They were measured at commit aac468a, and cannot be repeated here.
 PAST = {"fapo_narrow_judge": "FAPO, narrower judge model"}
 COSTS = ("_cost0", "_cost0.01", "", "_cost0.1")  # ends of names; see cost_of
+SMALL_COSTS = ("_cost0.003", "_cost0.01", "")
+ALL_COSTS = ("_cost0", *SMALL_COSTS, "_cost0.1")
 NORMALISED = {  # the outcome reward minus the cost, with other normalisations
     "outcome": "GRPO: divided by the std",
     "outcome_floor": "`floored`: divided by max(std, 0.5)",
-    "outcome_dr_grpo": "Dr. GRPO: not divided",
+    "outcome_undivided": "`floored`: divided by 2",  # no std is as large, so only the division is missing
+    "outcome_dr_grpo": "Dr. GRPO: not divided",  # and the loss is divided by a constant
+}
+VARIED = {  # other divisors, learning rates and numbers of steps
+    "outcome_undivided8": "`floored`: divided by 8",
+    "outcome_half": "GRPO, half the learning rate",
+    "outcome_dr_grpo_half": "Dr. GRPO, half the learning rate",
+    "outcome_dr_grpo_twice": "Dr. GRPO, twice the learning rate",
     "outcome_dr_grpo_fast": "Dr. GRPO, four times the learning rate",
+    "outcome_long": "GRPO, {steps} steps",
+    "outcome_floor_long": "`floored`: divided by max(std, 0.5), {steps} steps",
+    "outcome_undivided_long": "`floored`: divided by 2, {steps} steps",
+    "outcome_dr_grpo_long": "Dr. GRPO, {steps} steps",
 }
 ADVANTAGE = "--advantage recipes/advantages.py:"
 SPARED = ADVANTAGE + "spare_good_prefix"
@@ -194,6 +208,9 @@ FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.
     "outcome": "--reward-fn toy/shop_world.py:compute_score_outcome",
     "outcome_dr_grpo": "--reward-fn toy/shop_world.py:compute_score_outcome --advantage dr_grpo",
     "outcome_floor": "--reward-fn toy/shop_world.py:compute_score_outcome " + ADVANTAGE + "floored",
+    "outcome_undivided": "--reward-fn toy/shop_world.py:compute_score_outcome "
+    + ADVANTAGE
+    + "floored --advantage-kwargs '{\"floor\": 2}'",
     "grounded_rule": "--reward-fn toy/shop_world.py:compute_score_grounded_rule",
     "fapo_judge": "--reward-fn toy/shop_judge.py:compute_score_fapo --router-address HOST:PORT",
     "fapo": "",
@@ -518,6 +535,17 @@ def earned(runs: list[dict], when: str) -> str:
     return cell(found)
 
 
+def best_earned(runs: list[dict], when: str) -> str:
+    """Return the same for the samples of the best five consecutive training steps."""
+    found = []
+    for run in runs:
+        cost = float(cost_of(run["algorithm"]))
+        curves = zip(run["curves"]["acc"], run["curves"]["calls"])
+        steps = [2 * acc - 1 - cost * calls for acc, calls in curves]
+        found.append(max(fmean(steps[first : first + 5]) for first in range(len(steps) - 4)))
+    return cell(found)
+
+
 def median_calls(runs: list[dict], when: str) -> str:
     return f"{median(map(calls, runs)):.0f}"
 
@@ -693,21 +721,17 @@ def cost_rows() -> list[Row]:
     return rows
 
 
-def normalised_rows() -> list[Row]:
-    """Return rows for the outcome reward minus the cost. Each cost begins with the initial policy."""
-    fast = chosen(NORMALISED, "outcome_dr_grpo_fast")
-    slow = {name: title for name, title in NORMALISED.items() if name not in fast}
+def normalised_rows(costs, varied=()) -> list[Row]:
+    """Return rows for the outcome reward minus these costs. Each cost begins with the initial policy."""
     rows = []
-    for end, worlds, titles in (
-        ("_cost0.003", SHOP, slow),
-        ("_cost0.003", SHOP[:1], fast),
-        ("_cost0.01", SHOP[:1], NORMALISED),
-        ("", SHOP[:1], slow),
-    ):
-        first = "" if titles is fast else f"outcome{end}"
-        titles = {name + end: title for name, title in titles.items()}
-        rows += each(titles, worlds, first, [cost_of(end), str(len(worlds))], optional=True)
+    for end in costs:
+        rows += each(of_cost(NORMALISED, end), SHOP, f"outcome{end}", [cost_of(end)], optional=True)
+        rows += each(of_cost(varied, end), SHOP[:1], lead=[cost_of(end)], optional=True)
     return rows
+
+
+def of_cost(titles, end: str) -> dict[str, str]:
+    return {name + end: titles[name] for name in titles}
 
 
 # ---- tables
@@ -786,7 +810,7 @@ PAGE_TABLES = {
     ),
     "overlooking": Table([HELD_OUT], MAIN, each(OVERLOOKING_SHORT, OWN[1:2], first="rule")),
     "tools": Table([HELD_OUT], TOOL_COLUMNS | WORTH, each(OUTCOME_AND_FAPO, SHOP, first="outcome")),
-    "normalisations": Table(["cost per call", "checkpoints", "advantage"], EARNED, normalised_rows()),
+    "normalisations": Table(["cost per call", "advantage"], EARNED, normalised_rows(SMALL_COSTS)),
     "classifier": Table(["method"], TOY, each(BESIDE, COMPARED[:1], first="rule")),
     "called sound": Table(["method and steps"], CALLED, classified_rows()),
 }
@@ -825,6 +849,11 @@ CSV_TABLES = {
         ["checkpoint", "run"],
         OF_SHOP_JUDGE,
         by_checkpoint(chosen(TOOL_NAMES, "fapo_judge") | PAST, SHOP, first=""),
+    ),
+    "shop_normalisations": Table(
+        ["cost per call", "advantage"],
+        EARNED | {"training samples, best five steps": best_earned},
+        normalised_rows(ALL_COSTS, VARIED),
     ),
     "shop_costs": Table(
         ["cost per call", HELD_OUT],

@@ -254,31 +254,40 @@ shop() {  # shop CHECKPOINT NAME SEED COST [FLAGS]: trains a policy with a tool 
     --save-every 0 --reward-kwargs "{\"call_cost\": $4}" "${@:5}"
 }
 OUTCOME=(--reward-fn toy/shop_world.py:compute_score_outcome)
-other_costs() {  # other_costs SEED CHECKPOINT: compares the outcome reward and FAPO at other costs
+FLOOR=(--advantage recipes/advantages.py:floored)
+UNDIVIDED=("${FLOOR[@]}" --advantage-kwargs '{"floor": 2}')  # No std is as large, so all are divided by 2.
+other_costs() {  # other_costs CHECKPOINT: compares the outcome reward and FAPO at other costs
   local cost
   for cost in 0 0.01 0.1; do
-    shop "$2" "outcome_cost$cost" "$1" $cost "${OUTCOME[@]}"
-    shop "$2" "fapo_cost$cost" "$1" $cost
+    shop "$1" "outcome_cost$cost" 0 $cost "${OUTCOME[@]}"
+    shop "$1" "fapo_cost$cost" 0 $cost
   done
 }
-other_algorithms() {  # other_algorithms SEED CHECKPOINT: tries other advantages
-  shop "$2" outcome_dr_grpo "$1" 0.03 "${OUTCOME[@]}" --advantage dr_grpo
-  shop "$2" outcome_floor "$1" 0.03 "${OUTCOME[@]}" "${FLOOR[@]}"
-  shop "$2" grounded_rule "$1" 0.03 --reward-fn toy/shop_world.py:compute_score_grounded_rule
-  shop "$2" prefix "$1" 0.03 "${SPARED[@]}"
-  shop "$2" vppo "$1" 0.03 "${VPPO[@]}"
+other_algorithms() {  # other_algorithms CHECKPOINT: tries other advantages, and a rule instead of a judge
+  shop "$1" grounded_rule 0 0.03 --reward-fn toy/shop_world.py:compute_score_grounded_rule
+  shop "$1" prefix 0 0.03 "${SPARED[@]}"
+  shop "$1" vppo 0 0.03 "${VPPO[@]}"
 }
-small_cost() {  # small_cost SEED CHECKPOINT: separates a small cost from GRPO's division by the std
-  shop "$2" outcome_cost0.003 "$1" 0.003 "${OUTCOME[@]}"
-  shop "$2" outcome_floor_cost0.003 "$1" 0.003 "${OUTCOME[@]}" "${FLOOR[@]}"
-  shop "$2" outcome_dr_grpo_cost0.003 "$1" 0.003 "${OUTCOME[@]}" --advantage dr_grpo
+undivided() {  # undivided SEED CHECKPOINT COST [END]: the outcome reward minus a cost, all groups divided by 2
+  shop "$2" "outcome_undivided${4-_cost$3}" "$1" "$3" "${OUTCOME[@]}" "${UNDIVIDED[@]}"
 }
-normalisations() {  # normalisations SEED: the same from checkpoint 0 at another cost and another learning rate
-  # other_costs has already started GRPO at a cost of 0.01, and a second start of an unfinished run would fail.
-  shop 0 outcome_floor_cost0.01 "$1" 0.01 "${OUTCOME[@]}" "${FLOOR[@]}"
-  shop 0 outcome_dr_grpo_cost0.01 "$1" 0.01 "${OUTCOME[@]}" --advantage dr_grpo
-  shop 0 outcome_dr_grpo_fast_cost0.003 "$1" 0.003 "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
-  shop 0 outcome_dr_grpo_fast_cost0.01 "$1" 0.01 "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
+normalised() {  # normalised SEED CHECKPOINT COST [END]: the same with a smaller floor under the std, and Dr. GRPO
+  shop "$2" "outcome_floor${4-_cost$3}" "$1" "$3" "${OUTCOME[@]}" "${FLOOR[@]}"
+  shop "$2" "outcome_dr_grpo${4-_cost$3}" "$1" "$3" "${OUTCOME[@]}" --advantage dr_grpo
+}
+divisors() {  # divisors CHECKPOINT: other divisors, learning rates and numbers of steps at small costs
+  local cost
+  shop "$1" outcome_undivided8_cost0.01 0 0.01 "${OUTCOME[@]}" "${FLOOR[@]}" --advantage-kwargs '{"floor": 8}'
+  for cost in 0.003 0.01; do
+    shop "$1" "outcome_half_cost$cost" 0 $cost "${OUTCOME[@]}" --lr 1e-4
+    shop "$1" "outcome_dr_grpo_half_cost$cost" 0 $cost "${OUTCOME[@]}" --advantage dr_grpo --lr 1e-4
+    shop "$1" "outcome_dr_grpo_twice_cost$cost" 0 $cost "${OUTCOME[@]}" --advantage dr_grpo --lr 4e-4
+    shop "$1" "outcome_dr_grpo_fast_cost$cost" 0 $cost "${OUTCOME[@]}" --advantage dr_grpo --lr 8e-4
+  done
+  shop "$1" outcome_long_cost0.003 0 0.003 "${OUTCOME[@]}" --total-steps 120
+  shop "$1" outcome_undivided_long_cost0.003 0 0.003 "${OUTCOME[@]}" "${UNDIVIDED[@]}" --total-steps 120
+  shop "$1" outcome_floor_long_cost0.003 0 0.003 "${OUTCOME[@]}" "${FLOOR[@]}" --total-steps 120
+  shop "$1" outcome_dr_grpo_long_cost0.003 0 0.003 "${OUTCOME[@]}" --advantage dr_grpo --total-steps 120
 }
 shop_judged() {  # shop_judged: serves the shipped judge of this world, and runs FAPO with it
   local seed start
@@ -304,7 +313,6 @@ shop_judge_trained() {  # shop_judge_trained: trains this judge further, on rows
     --val-file "$rows/fapo_critic_test.parquet" --max-response-length 160
   all_done
 }
-FLOOR=(--advantage recipes/advantages.py:floored)
 tool_world() {  # The most informative runs come first, in case the script is stopped.
   local seed start
   for start in 0 1 2; do  # The repository contains these policies, so only the rows are missing.
@@ -318,11 +326,29 @@ tool_world() {  # The most informative runs come first, in case the script is st
     done
   done
   for seed in $SEEDS; do
-    for start in 0 1 2; do other_algorithms "$seed" $start; done
-    for start in 0 1 2; do small_cost "$seed" $start; done
-    for start in 0 1 2; do other_costs "$seed" $start; done
-    normalisations "$seed"
+    for start in 0 1 2; do
+      shop $start outcome_cost0.003 "$seed" 0.003 "${OUTCOME[@]}"
+      undivided "$seed" $start 0.003
+      normalised "$seed" $start 0.003
+    done
   done
+  for start in 0 1 2; do
+    other_costs $start
+    other_algorithms $start
+    undivided 0 $start 0.03 ""
+    normalised 0 $start 0.03 ""
+    normalised 0 $start 0.01
+    undivided 0 $start 0
+    undivided 0 $start 0.1
+  done
+  all_done  # A second start of an unfinished run would fail.
+  for seed in $SEEDS; do
+    for start in 0 1 2; do
+      shop $start outcome_cost0.01 "$seed" 0.01 "${OUTCOME[@]}"
+      undivided "$seed" $start 0.01
+    done
+  done
+  divisors 0
   all_done
   shop_judged
   shop_judge_trained
@@ -349,7 +375,7 @@ public_tasks() {
 }
 
 echo "Running $LANES runs at a time in these worlds: $WORLDS. Finished runs are not repeated."
-echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), tools 2 to 3,"
+echo "On two cores with AVX-512, the first world takes 2 to 3 hours, the second 3 to 4 (134 runs), tools 3 to 4,"
 echo "and public half an hour to an hour."
 [[ " $WORLDS " != *" first "* ]] || first_world
 [[ " $WORLDS " != *" second "* ]] || second_world

@@ -113,8 +113,8 @@ def test_the_readmes_list_has_every_script_once():
 
 
 def test_every_flag_that_is_named_exists():
-    folders = (ROOT / name for name in (".", "tools", "toy", "benchmarks", "docs"))
-    source = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    names = (".", "tools", "toy", "benchmarks", "benchmarks/gpu_kit", "docs")
+    source = "".join(path.read_text() for name in names for path in (ROOT / name).glob("*.py"))
     known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
     known |= {"--no-" + name.replace("_", "-") for name in re.findall(r"^    (\w+): bool", source, re.M)}
     known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
@@ -425,35 +425,105 @@ def test_the_numbers_on_small_costs_in_the_world_with_a_tool(evidence):
     """What the outcome reward minus a small cost teaches with other normalisations."""
     text = " ".join((ROOT / "docs/evidence.md").read_text().split())
     runs = evidence.read()
-    found = {}
-    for name in ("outcome_floor_cost0.003", "outcome_dr_grpo_cost0.003", "outcome_cost0.003"):
+
+    def of(name, num_runs):
         some = evidence.of(runs, name, *evidence.SHOP)
-        assert len(some) == 9
-        for when in ("before", "after"):
-            correct = statistics.median(run[when]["shop/truly_correct/mean@1"] for run in some)
-            found[name, when] = f"{correct:.2f}", evidence.earned(some, when).split()[0]
-            for run in some:
-                calls = run["after"]["shop/calls/mean@1"]
-                rose = calls > run["before"]["shop/calls/mean@1"]
-                assert rose if name != "outcome_cost0.003" else calls < 0.1
-    (start, _), floored, _, undivided, _, divided = found.values()
-    told = (
-        f"from {start} to {floored[0]} with `floored`, to {undivided[0]} with Dr. GRPO, and to {divided[0]}"
+        assert len(some) == num_runs
+        return some
+
+    def correct(some, when="after"):
+        return statistics.median(run[when]["shop/truly_correct/mean@1"] for run in some)
+
+    def only_correct(run):
+        return run["after"]["shop/truly_correct/mean@1"]
+
+    def calls(some):
+        for run in some:
+            yield run["before"]["shop/calls/mean@1"], run["after"]["shop/calls/mean@1"]
+
+    earned, ends, left = [], [], []
+    for cost in ("_cost0.003", "_cost0.01"):
+        divided, undivided = of(f"outcome{cost}", 9), of(f"outcome_undivided{cost}", 9)
+        assert f"{correct(undivided, 'before'):.2f} {correct(divided):.2f}" == "0.28 0.00"
+        ends.append(correct(undivided))
+        earned += [evidence.earned(some, "after").split()[0] for some in (undivided, divided)]
+        left += [after for _, after in calls(divided)]
+        rises = undivided
+        for name in ("outcome_floor", "outcome_dr_grpo"):
+            rises = rises + of(name + cost, 9 if cost == "_cost0.003" else 3)
+        assert all(after > before for before, after in calls(rises))
+    assert f"in all 18 (at most {max(left):.2f} per problem remain)" in text
+    assert "go from 0.28 to {:.2f} and {:.2f} instead of 0.00".format(*ends) in text
+    assert "{} against {} at a cost of 0.003, and {} against {} at 0.01".format(*earned) in text
+    one = []
+    for name in ("undivided", "undivided8"):
+        one.append(evidence.of(runs, f"outcome_{name}_cost0.01", evidence.SHOP[0])[0])
+    for key in ("acc", "calls", "truly_correct"):
+        differ = [first != second for first, second in zip(*(run["curves"][key] for run in one))]
+        assert differ.index(True) >= 9
+        assert key != "calls" or differ.index(True) == 9 and "first nine steps are the same" in text
+    assert "end at {:.2f} and {:.2f}, so single".format(*map(only_correct, one)) in text
+    told = {}
+    for name in ("half", "dr_grpo_half", "dr_grpo_twice"):
+        for cost in ("0.003", "0.01"):
+            (run,) = evidence.of(runs, f"outcome_{name}_cost{cost}", evidence.SHOP[0])
+            told[name, cost] = f"{run['after']['shop/calls/mean@1']:.2f}", only_correct(run)
+            before = run["before"]["shop/calls/mean@1"]
+            rose = run["after"]["shop/calls/mean@1"] > before
+            assert rose == (name == "dr_grpo_half" or (name, cost) == ("dr_grpo_twice", "0.003"))
+    (_, small), (left, large) = told["dr_grpo_twice", "0.003"], told["dr_grpo_twice", "0.01"]
+    assert (
+        f"fall to {left} at 0.01, and the fully correct answers fall to {small:.2f} and {large:.2f}" in text
     )
-    assert f"{told} with GRPO" in text
-    assert f"same reward ({floored[1]} and {undivided[1]} against {divided[1]})" in text
+    told = [told["half", cost][0] for cost in ("0.003", "0.01")]
+    assert (
+        told == ["0.00", "0.00"] and "With GRPO at half the learning rate, calls vanish at both costs" in text
+    )
+    higher = of("outcome_undivided", 3) + of("outcome_floor", 3) + of("outcome_dr_grpo", 3)
+    assert all(after < before for before, after in calls(higher))
+    most = max(after for _, after in calls(of("outcome_undivided_cost0.1", 3)))
+    assert f"nearly none remain (at most {most:.2f} per problem)" in text
+    (longer,) = evidence.of(runs, "outcome_undivided_long_cost0.003", evidence.SHOP[0])
+    (shorter,) = evidence.of(runs, "outcome_undivided_cost0.003", evidence.SHOP[0])[:1]
+    assert (longer["steps"], shorter["seed"]) == (120, 0)
+    said = "are at {:.2f} with the divisor of 2 ({:.2f} after 40 steps), at {:.2f} with a floor of 0.5,"
+    said += " and at {:.2f} with Dr. GRPO (one run each)."
+    others = (
+        evidence.of(runs, f"outcome_{name}_long_cost0.003", "shop0")[0] for name in ("floor", "dr_grpo")
+    )
+    assert said.format(*map(only_correct, (longer, shorter, *others))) in text
+    (grpo,) = evidence.of(runs, "outcome_long_cost0.003", evidence.SHOP[0])
+    assert only_correct(grpo) == 0 and "GRPO still has none after 120 steps." in text
     readme = " ".join((ROOT / "README.md").read_text().split())
-    told = f"nine of nine runs, and {100 * float(floored[0]):.0f} % of the answers are fully correct"
-    assert told in readme
-    some = evidence.of(runs, "outcome_floor_cost0.003", *evidence.SHOP)
-    changes = {}
-    for key in ("truly_correct", "flawed_wrong_sum"):
-        changes[key] = [[run[when][f"shop/{key}/mean@1"] for run in some] for when in ("before", "after")]
-    fell = [pair for pair in zip(*changes["truly_correct"]) if pair[1] < pair[0]]
-    ((before, after),) = fell
-    assert f"In one of the nine runs with `floored`, they fall from {before:.2f} to {after:.2f}," in text
-    before, after = map(statistics.median, changes["flawed_wrong_sum"])
-    assert f"such answers rise from {before:.2f} to {after:.2f} of all answers" in text
+    told = 100 * ends[1], 100 * correct(of("outcome_undivided", 3))
+    said = "{:.0f} % of the answers are fully correct (median of nine runs), and at the same cost {:.0f} %"
+    assert said.format(*told) in readme
+    fell, wrong_sums, made_up = [], [], []
+    for cost in ("_cost0.003", "_cost0.01"):
+        some = of(f"outcome_undivided{cost}", 9)
+        made_up.append(statistics.median(run["after"]["shop/flawed_made_up/mean@1"] for run in some))
+        for when in ("before", "after"):
+            found = [run[when]["shop/flawed_wrong_sum/mean@1"] for run in some]
+            wrong_sums.append(statistics.median(found))
+        fell += [run for run in some if correct([run]) < correct([run], "before")]
+    before, small, _, large = wrong_sums
+    rise = f"from {before:.2f} to {small:.2f} of all answers at a cost of 0.003, and to {large:.2f} at 0.01"
+    left = "{:.2f} and {:.2f} of all answers still contain a made-up price".format(*made_up)
+    assert f"such answers rise {rise}, and {left}." in text
+    worst = min(fell, key=only_correct)
+    assert [run["world"] for run in fell] == ["shop2"] * 3
+    assert "In three of these 18 runs, all from checkpoint 2, the fully correct answers fall" in text
+    assert f"once from {correct([worst], 'before'):.2f} to {correct([worst]):.2f}." in text
+    for row in (ROOT / "docs/evidence/shop_costs.csv").read_text().splitlines():
+        cost, name, *_, num_runs, earns = row.split(",")
+        if (cost, name) == ("0.01", "FAPO"):
+            fapo = earns.split()[0]
+        if (cost, name) == ("0.01", "outcome reward only"):
+            assert num_runs == "3"
+            outcome = earns.split()[0]
+    assert f"{fapo} against {outcome} at a cost of 0.01 (three runs each)" in text
+    flawed = [run["after"]["shop/flawed_positive_rate/mean@1"] for run in of("outcome_cost0", 3)]
+    assert f"{min(flawed):.2f} to {max(flawed):.2f} of the correct answers are still flawed (three" in text
     rule = []
     for world in evidence.SHOP:
         (run,) = evidence.of(runs, "grounded_rule", world)
@@ -678,7 +748,16 @@ def test_the_numbers_on_penalties_are_those_of_the_runs(evidence):
     told = [middle(name, "again_weak", "toy/truly_correct") for name in ("penalty2", "fapo_oracle")]
     assert "{} of the answers end up fully correct with λ = 2, and {} with λ = 1".format(*told) in text
     told = middle("fapo_oracle", "weak", "toy/truly_correct")
-    assert f"In those runs, {told} of the answers end up fully correct with λ = 1" in text
+    assert (
+        f"#stepping-stones) (`weak`), {told} of the answers end up fully correct with λ = 1; λ = 2 was not"
+        in text
+    )
+    told = []
+    for name in ("penalty2", "fapo_oracle", "rule"):
+        for run in sorted(evidence.of(runs, name, "third_weak"), key=lambda run: run["seed"]):
+            told.append(run["after"]["toy/truly_correct/mean@1"])
+    three = "{:.2f}, {:.2f} and {:.2f}"
+    assert f"answers end at {three}, compared with {three} with λ = 1, and {{:.2f}}".format(*told) in text
     names = ("penalty2", "later2", "fapo_oracle", "rule")
     told = [middle(name, "own0", "toy/truly_correct") for name in names]
     said = "ends at {} (forbidden from the start), {} (forbidden later), {} (λ = 1) and {} (λ = 0;"
