@@ -182,7 +182,7 @@ TOOL_NAMES = {
 # These runs used an earlier judge model. They were measured at commit aac468a, and cannot be repeated here.
 PAST = {"fapo_narrow_judge": "FAPO, narrower judge model"}
 COSTS = ("_cost0", "_cost0.01", "", "_cost0.1")  # ends of names; see cost_of
-SMALL_COSTS = ("_cost0.003", "_cost0.01", "")
+SMALL_COSTS = ("_cost0.003", "_cost0.01", "")  # those on the page
 ALL_COSTS = ("_cost0", *SMALL_COSTS, "_cost0.1")
 NORMALISED = {  # the outcome reward minus the cost, with other normalisations
     "outcome": "GRPO: divided by the std",
@@ -204,13 +204,13 @@ VARIED = {  # other divisors, learning rates and numbers of steps
 ADVANTAGE = "--advantage recipes/advantages.py:"
 SPARED = ADVANTAGE + "spare_good_prefix"
 VPPO = ADVANTAGE + "vppo --advantage-kwargs '{\"prefix_cut\": 0}'"
+OUTCOME = "--reward-fn toy/shop_world.py:compute_score_outcome"
+FLOOR = f"{OUTCOME} {ADVANTAGE}floored"
 FLAGS = {  # flags of each algorithm, in addition to those in recipes/toy_tools.sh
-    "outcome": "--reward-fn toy/shop_world.py:compute_score_outcome",
-    "outcome_dr_grpo": "--reward-fn toy/shop_world.py:compute_score_outcome --advantage dr_grpo",
-    "outcome_floor": "--reward-fn toy/shop_world.py:compute_score_outcome " + ADVANTAGE + "floored",
-    "outcome_undivided": "--reward-fn toy/shop_world.py:compute_score_outcome "
-    + ADVANTAGE
-    + "floored --advantage-kwargs '{\"floor\": 2}'",
+    "outcome": OUTCOME,
+    "outcome_dr_grpo": OUTCOME + " --advantage dr_grpo",
+    "outcome_floor": FLOOR,
+    "outcome_undivided": FLOOR + " --advantage-kwargs '{\"floor\": 2}'",
     "grounded_rule": "--reward-fn toy/shop_world.py:compute_score_grounded_rule",
     "fapo_judge": "--reward-fn toy/shop_judge.py:compute_score_fapo --router-address HOST:PORT",
     "fapo": "",
@@ -526,23 +526,23 @@ def cost_of(algorithm: str) -> str:
     return algorithm.partition("_cost")[2] or "0.03"
 
 
-def earned(runs: list[dict], when: str) -> str:
+def minus_cost(run: dict, accuracy: float, num_calls: float) -> float:
     """Return the outcome reward minus the cost of the look-ups, whatever the run's own reward."""
-    found = []
-    for run in runs:
-        cost = float(cost_of(run["algorithm"])) * run[when]["shop/calls/mean@1"]
-        found.append(2 * run[when]["shop/mean@1"] - 1 - cost)
-    return cell(found)
+    return 2 * accuracy - 1 - float(cost_of(run["algorithm"])) * num_calls
+
+
+def earned(runs: list[dict], when: str) -> str:
+    """Return the mean outcome reward minus cost on the held-out problems."""
+    return cell([minus_cost(run, run[when]["shop/mean@1"], run[when]["shop/calls/mean@1"]) for run in runs])
 
 
 def best_earned(runs: list[dict], when: str) -> str:
-    """Return the same for the samples of the best five consecutive training steps."""
+    """Return the mean outcome reward minus cost of the best five consecutive training steps."""
     found = []
     for run in runs:
-        cost = float(cost_of(run["algorithm"]))
         curves = zip(run["curves"]["acc"], run["curves"]["calls"])
-        steps = [2 * acc - 1 - cost * calls for acc, calls in curves]
-        found.append(max(fmean(steps[first : first + 5]) for first in range(len(steps) - 4)))
+        steps = [minus_cost(run, *both) for both in curves]
+        found.append(max(smooth(steps)[4:]))
     return cell(found)
 
 
@@ -721,17 +721,19 @@ def cost_rows() -> list[Row]:
     return rows
 
 
-def normalised_rows(costs, varied=()) -> list[Row]:
-    """Return rows for the outcome reward minus these costs. Each cost begins with the initial policy."""
+def normalised_rows(costs, varied: dict[str, str]) -> list[Row]:
+    """Return rows for the outcome reward minus these costs. Each cost begins with the initial policy.
+
+    Args:
+        costs: The ends of the algorithms' names, as in COSTS.
+        varied: Titles of further algorithms, whose runs start from checkpoint 0.
+    """
     rows = []
     for end in costs:
-        rows += each(of_cost(NORMALISED, end), SHOP, f"outcome{end}", [cost_of(end)], optional=True)
-        rows += each(of_cost(varied, end), SHOP[:1], lead=[cost_of(end)], optional=True)
+        for titles, worlds, first in (NORMALISED, SHOP, f"outcome{end}"), (varied, SHOP[:1], ""):
+            titles = {name + end: title for name, title in titles.items()}
+            rows += each(titles, worlds, first, [cost_of(end)], optional=True)
     return rows
-
-
-def of_cost(titles, end: str) -> dict[str, str]:
-    return {name + end: titles[name] for name in titles}
 
 
 # ---- tables
@@ -810,7 +812,7 @@ PAGE_TABLES = {
     ),
     "overlooking": Table([HELD_OUT], MAIN, each(OVERLOOKING_SHORT, OWN[1:2], first="rule")),
     "tools": Table([HELD_OUT], TOOL_COLUMNS | WORTH, each(OUTCOME_AND_FAPO, SHOP, first="outcome")),
-    "normalisations": Table(["cost per call", "advantage"], EARNED, normalised_rows(SMALL_COSTS)),
+    "normalisations": Table(["cost per call", "advantage"], EARNED, normalised_rows(SMALL_COSTS, {})),
     "classifier": Table(["method"], TOY, each(BESIDE, COMPARED[:1], first="rule")),
     "called sound": Table(["method and steps"], CALLED, classified_rows()),
 }

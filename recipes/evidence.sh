@@ -275,7 +275,7 @@ normalised() {  # normalised SEED CHECKPOINT COST [END]: the same with a smaller
   shop "$2" "outcome_floor${4-_cost$3}" "$1" "$3" "${OUTCOME[@]}" "${FLOOR[@]}"
   shop "$2" "outcome_dr_grpo${4-_cost$3}" "$1" "$3" "${OUTCOME[@]}" --advantage dr_grpo
 }
-divisors() {  # divisors CHECKPOINT: other divisors, learning rates and numbers of steps at small costs
+varied() {  # varied CHECKPOINT: other divisors, learning rates and numbers of steps at small costs
   local cost
   shop "$1" outcome_undivided8_cost0.01 0 0.01 "${OUTCOME[@]}" "${FLOOR[@]}" --advantage-kwargs '{"floor": 8}'
   for cost in 0.003 0.01; do
@@ -348,7 +348,7 @@ tool_world() {  # The most informative runs come first, in case the script is st
       undivided "$seed" $start 0.01
     done
   done
-  divisors 0
+  varied 0
   all_done
   shop_judged
   shop_judge_trained

@@ -421,113 +421,121 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     assert f"At temperature 1, this fraction rises from {before:.2f} to {after:.2f}." in text
 
 
-def test_the_numbers_on_small_costs_in_the_world_with_a_tool(evidence):
-    """What the outcome reward minus a small cost teaches with other normalisations."""
-    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+@pytest.fixture
+def costly(evidence):
+    """Return a function that returns an algorithm's runs in the world with a tool, of a given number."""
     runs = evidence.read()
 
-    def of(name, num_runs):
-        some = evidence.of(runs, name, *evidence.SHOP)
+    def of(name, num_runs, worlds=evidence.SHOP):
+        some = evidence.of(runs, name, *worlds)
         assert len(some) == num_runs
         return some
 
-    def correct(some, when="after"):
-        return statistics.median(run[when]["shop/truly_correct/mean@1"] for run in some)
+    return of
 
-    def only_correct(run):
-        return run["after"]["shop/truly_correct/mean@1"]
 
-    def calls(some):
-        for run in some:
-            yield run["before"]["shop/calls/mean@1"], run["after"]["shop/calls/mean@1"]
+def middle_of(runs, key="truly_correct", when="after"):
+    return statistics.median(run[when][f"shop/{key}/mean@1"] for run in runs)
 
-    earned, ends, left = [], [], []
+
+def calls_of(runs):
+    """Return the calls per problem before and after each run."""
+    for run in runs:
+        yield run["before"]["shop/calls/mean@1"], run["after"]["shop/calls/mean@1"]
+
+
+def test_the_numbers_on_small_costs_in_the_world_with_a_tool(evidence, costly):
+    """What the outcome reward minus a small cost teaches with and without GRPO's division."""
+    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    earned, ends, left, fell, wrong_sums, made_up = [], [], [], [], [], []
     for cost in ("_cost0.003", "_cost0.01"):
-        divided, undivided = of(f"outcome{cost}", 9), of(f"outcome_undivided{cost}", 9)
-        assert f"{correct(undivided, 'before'):.2f} {correct(divided):.2f}" == "0.28 0.00"
-        ends.append(correct(undivided))
+        divided, undivided = costly(f"outcome{cost}", 9), costly(f"outcome_undivided{cost}", 9)
+        assert f"{middle_of(undivided, when='before'):.2f} {middle_of(divided):.2f}" == "0.28 0.00"
+        ends.append(middle_of(undivided))
         earned += [evidence.earned(some, "after").split()[0] for some in (undivided, divided)]
-        left += [after for _, after in calls(divided)]
+        left += [after for _, after in calls_of(divided)]
         rises = undivided
         for name in ("outcome_floor", "outcome_dr_grpo"):
-            rises = rises + of(name + cost, 9 if cost == "_cost0.003" else 3)
-        assert all(after > before for before, after in calls(rises))
+            rises = rises + costly(name + cost, 9 if cost == "_cost0.003" else 3)
+        assert all(after > before for before, after in calls_of(rises))
+        made_up.append(middle_of(undivided, "flawed_made_up"))
+        wrong_sums += [middle_of(undivided, "flawed_wrong_sum", when) for when in ("before", "after")]
+        fell += [run for run in undivided if middle_of([run]) < middle_of([run], when="before")]
     assert f"in all 18 (at most {max(left):.2f} per problem remain)" in text
     assert "go from 0.28 to {:.2f} and {:.2f} instead of 0.00".format(*ends) in text
     assert "{} against {} at a cost of 0.003, and {} against {} at 0.01".format(*earned) in text
-    one = []
-    for name in ("undivided", "undivided8"):
-        one.append(evidence.of(runs, f"outcome_{name}_cost0.01", evidence.SHOP[0])[0])
-    for key in ("acc", "calls", "truly_correct"):
-        differ = [first != second for first, second in zip(*(run["curves"][key] for run in one))]
-        assert differ.index(True) >= 9
-        assert key != "calls" or differ.index(True) == 9 and "first nine steps are the same" in text
-    assert "end at {:.2f} and {:.2f}, so single".format(*map(only_correct, one)) in text
-    told = {}
-    for name in ("half", "dr_grpo_half", "dr_grpo_twice"):
-        for cost in ("0.003", "0.01"):
-            (run,) = evidence.of(runs, f"outcome_{name}_cost{cost}", evidence.SHOP[0])
-            told[name, cost] = f"{run['after']['shop/calls/mean@1']:.2f}", only_correct(run)
-            before = run["before"]["shop/calls/mean@1"]
-            rose = run["after"]["shop/calls/mean@1"] > before
-            assert rose == (name == "dr_grpo_half" or (name, cost) == ("dr_grpo_twice", "0.003"))
-    (_, small), (left, large) = told["dr_grpo_twice", "0.003"], told["dr_grpo_twice", "0.01"]
-    assert (
-        f"fall to {left} at 0.01, and the fully correct answers fall to {small:.2f} and {large:.2f}" in text
-    )
-    told = [told["half", cost][0] for cost in ("0.003", "0.01")]
-    assert (
-        told == ["0.00", "0.00"] and "With GRPO at half the learning rate, calls vanish at both costs" in text
-    )
-    higher = of("outcome_undivided", 3) + of("outcome_floor", 3) + of("outcome_dr_grpo", 3)
-    assert all(after < before for before, after in calls(higher))
-    most = max(after for _, after in calls(of("outcome_undivided_cost0.1", 3)))
-    assert f"nearly none remain (at most {most:.2f} per problem)" in text
-    (longer,) = evidence.of(runs, "outcome_undivided_long_cost0.003", evidence.SHOP[0])
-    (shorter,) = evidence.of(runs, "outcome_undivided_cost0.003", evidence.SHOP[0])[:1]
-    assert (longer["steps"], shorter["seed"]) == (120, 0)
-    said = "are at {:.2f} with the divisor of 2 ({:.2f} after 40 steps), at {:.2f} with a floor of 0.5,"
-    said += " and at {:.2f} with Dr. GRPO (one run each)."
-    others = (
-        evidence.of(runs, f"outcome_{name}_long_cost0.003", "shop0")[0] for name in ("floor", "dr_grpo")
-    )
-    assert said.format(*map(only_correct, (longer, shorter, *others))) in text
-    (grpo,) = evidence.of(runs, "outcome_long_cost0.003", evidence.SHOP[0])
-    assert only_correct(grpo) == 0 and "GRPO still has none after 120 steps." in text
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    told = 100 * ends[1], 100 * correct(of("outcome_undivided", 3))
-    said = "{:.0f} % of the answers are fully correct (median of nine runs), and at the same cost {:.0f} %"
-    assert said.format(*told) in readme
-    fell, wrong_sums, made_up = [], [], []
-    for cost in ("_cost0.003", "_cost0.01"):
-        some = of(f"outcome_undivided{cost}", 9)
-        made_up.append(statistics.median(run["after"]["shop/flawed_made_up/mean@1"] for run in some))
-        for when in ("before", "after"):
-            found = [run[when]["shop/flawed_wrong_sum/mean@1"] for run in some]
-            wrong_sums.append(statistics.median(found))
-        fell += [run for run in some if correct([run]) < correct([run], "before")]
     before, small, _, large = wrong_sums
     rise = f"from {before:.2f} to {small:.2f} of all answers at a cost of 0.003, and to {large:.2f} at 0.01"
     left = "{:.2f} and {:.2f} of all answers still contain a made-up price".format(*made_up)
     assert f"such answers rise {rise}, and {left}." in text
-    worst = min(fell, key=only_correct)
     assert [run["world"] for run in fell] == ["shop2"] * 3
     assert "In three of these 18 runs, all from checkpoint 2, the fully correct answers fall" in text
-    assert f"once from {correct([worst], 'before'):.2f} to {correct([worst]):.2f}." in text
-    for row in (ROOT / "docs/evidence/shop_costs.csv").read_text().splitlines():
-        cost, name, *_, num_runs, earns = row.split(",")
-        if (cost, name) == ("0.01", "FAPO"):
-            fapo = earns.split()[0]
-        if (cost, name) == ("0.01", "outcome reward only"):
-            assert num_runs == "3"
-            outcome = earns.split()[0]
-    assert f"{fapo} against {outcome} at a cost of 0.01 (three runs each)" in text
-    flawed = [run["after"]["shop/flawed_positive_rate/mean@1"] for run in of("outcome_cost0", 3)]
+    before, after = min((middle_of([run]), middle_of([run], when="before")) for run in fell)[::-1]
+    assert f"once from {before:.2f} to {after:.2f}." in text
+    higher = costly("outcome_undivided", 3) + costly("outcome_floor", 3) + costly("outcome_dr_grpo", 3)
+    assert all(after < before for before, after in calls_of(higher))
+    most = max(after for _, after in calls_of(costly("outcome_undivided_cost0.1", 3)))
+    assert f"nearly none remain (at most {most:.2f} per problem)" in text
+    told = 100 * ends[1], 100 * middle_of(costly("outcome_undivided", 3))
+    said = "{:.0f} % of the answers are fully correct (median of nine runs), and at the same cost {:.0f} %"
+    assert said.format(*told) in readme
+
+
+def test_the_numbers_on_learning_rates_and_longer_runs_in_the_world_with_a_tool(costly):
+    """What other divisors, learning rates and numbers of steps change from checkpoint 0."""
+    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+
+    def of_first(name):
+        return costly(f"outcome_{name}", 1, ("shop0",))[0]
+
+    def with_seed_0(name):
+        (run,) = [run for run in costly(f"outcome_{name}", 3, ("shop0",)) if run["seed"] == 0]
+        return run
+
+    one = with_seed_0("undivided_cost0.01"), of_first("undivided8_cost0.01")
+    for key in ("acc", "calls", "truly_correct"):
+        differ = [first != second for first, second in zip(*(run["curves"][key] for run in one))]
+        assert differ.index(True) >= 9
+        assert key != "calls" or differ.index(True) == 9 and "first nine steps are the same" in text
+    assert "end at {:.2f} and {:.2f}, so single".format(*(middle_of([run]) for run in one)) in text
+    told = {}
+    for name in ("half", "dr_grpo_half", "dr_grpo_twice"):
+        for cost in ("0.003", "0.01"):
+            run = of_first(f"{name}_cost{cost}")
+            ((before, after),) = calls_of([run])
+            told[name, cost] = f"{after:.2f}", middle_of([run])
+            assert (after > before) == (name == "dr_grpo_half" or (name, cost) == ("dr_grpo_twice", "0.003"))
+    (_, small), (left, large) = told["dr_grpo_twice", "0.003"], told["dr_grpo_twice", "0.01"]
+    fall = f"the fully correct answers fall to {small:.2f} and {large:.2f}"
+    assert f"fall to {left} at 0.01, and {fall}" in text
+    assert [told["half", cost][0] for cost in ("0.003", "0.01")] == ["0.00", "0.00"]
+    assert "With GRPO at half the learning rate, calls vanish at both costs" in text
+    longer = [of_first(f"{name}_long_cost0.003") for name in ("undivided", "floor", "dr_grpo")]
+    assert {run["steps"] for run in longer} == {120}
+    first, *others = longer
+    said = "are at {:.2f} with the divisor of 2 ({:.2f} after 40 steps), at {:.2f} with a floor of 0.5,"
+    said += " and at {:.2f} with Dr. GRPO (one run each)."
+    shown = (first, with_seed_0("undivided_cost0.003"), *others)
+    assert said.format(*(middle_of([run]) for run in shown)) in text
+    assert middle_of([of_first("long_cost0.003")]) == 0 and "GRPO still has none after 120 steps." in text
+
+
+def test_the_numbers_on_other_costs_and_on_the_rule_in_the_world_with_a_tool(evidence, costly):
+    """What FAPO and GRPO earn at another cost, and what the rule without a judge teaches."""
+    text = " ".join((ROOT / "docs/evidence.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    names = ["fapo_cost0.01", "outcome_cost0.01"]
+    same_seeds = evidence.with_same_seeds(evidence.read(), names)
+    told = []
+    for name in names:
+        some = [run for run in same_seeds if run["algorithm"] == name]
+        assert len(some) == 3
+        told.append(evidence.earned(some, "after").split()[0])
+    assert "{} against {} at a cost of 0.01 (three runs each)".format(*told) in text
+    flawed = [run["after"]["shop/flawed_positive_rate/mean@1"] for run in costly("outcome_cost0", 3)]
     assert f"{min(flawed):.2f} to {max(flawed):.2f} of the correct answers are still flawed (three" in text
-    rule = []
-    for world in evidence.SHOP:
-        (run,) = evidence.of(runs, "grounded_rule", world)
-        rule.append(run["after"]["shop/truly_correct/mean@1"])
+    rule = [middle_of(costly("grounded_rule", 1, (world,))) for world in evidence.SHOP]
     assert "answers end at {:.2f}, {:.2f} and {:.2f} (one run each)".format(*rule) in text
     told = "fully correct answers end at {:.0f}, {:.0f} and {:.0f} % (one run"
     assert told.format(*(100 * value for value in rule)) in readme
@@ -748,10 +756,8 @@ def test_the_numbers_on_penalties_are_those_of_the_runs(evidence):
     told = [middle(name, "again_weak", "toy/truly_correct") for name in ("penalty2", "fapo_oracle")]
     assert "{} of the answers end up fully correct with λ = 2, and {} with λ = 1".format(*told) in text
     told = middle("fapo_oracle", "weak", "toy/truly_correct")
-    assert (
-        f"#stepping-stones) (`weak`), {told} of the answers end up fully correct with λ = 1; λ = 2 was not"
-        in text
-    )
+    told = f"(`weak`), {told} of the answers end up fully correct with λ = 1; λ = 2 was not"
+    assert f"#stepping-stones) {told}" in text
     told = []
     for name in ("penalty2", "fapo_oracle", "rule"):
         for run in sorted(evidence.of(runs, name, "third_weak"), key=lambda run: run["seed"]):
