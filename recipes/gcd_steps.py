@@ -30,7 +30,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workers load this file by its path
 from recipes import gym_tasks  # noqa: E402
 
-SETTINGS = {"max_value": 30}  # A policy of this size would learn larger numbers too slowly.
+SETTINGS = {"max_value": 30}  # A policy of 1 M parameters would learn larger numbers too slowly.
 LINE = re.compile(r"([0-9]{1,9})=([0-9]{1,9})\*([0-9]{1,9})\+([0-9]{1,9})")
 
 
@@ -152,6 +152,7 @@ class Config:
     """Trains the runs' initial policy on correct solutions, and stops early."""
 
     out_dir: Path = Path("data/gcd/policy0")  # Output directory for the policy.
+    base: str = ""  # Chat model to start from, a folder or a hub name. Default: a new Llama with 1 M weights.
     seed: int = 0  # Random seed for the weights and the training problems.
     stop_at: float = 0.4  # Stop when the mean probability of correct solutions reaches this value.
     most_steps: int = 4000  # Maximum number of training steps, each with 16 solutions.
@@ -160,28 +161,43 @@ class Config:
 
 
 def make_policy(config: Config) -> None:
-    """Train a Llama of 1 M parameters on one thread, and save it in `out_dir`."""
+    """Train the pretrained model, or a Llama of 1 M parameters on one thread, and save it in `out_dir`."""
     import torch
     from toy import warm_start
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # Problem i of a data set uses seed + i, so this seed must be far away from the seeds of the rows.
     settings = SETTINGS | {"seed": 1_000_000 * (config.seed + 1), "size": 200_000}
     dataset = gym_tasks.load_task("gcd", json.dumps(settings))
     rng = Random(f"{config.seed}/gcd")
 
-    def example():
+    def draw():
         question = dataset[rng.randrange(len(dataset))]["question"]
         while gym_tasks.is_held_out(question):
             question = dataset[rng.randrange(len(dataset))]["question"]
-        solution = write_solution(*numbers_of(question))
-        return warm_start.chat(question + gym_tasks.SUFFIX, solution)
+        return question + gym_tasks.SUFFIX, write_solution(*numbers_of(question))
 
-    torch.set_num_threads(1)
-    texts = [text for _ in range(500) for text in example()]
-    tokenizer = warm_start.build_tokenizer(texts)
-    model = warm_start.new_model(len(tokenizer), config.seed)
+    def example():
+        return warm_start.chat(*draw())
+
+    def example_of_base():
+        prompt, solution = draw()
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text, solution + tokenizer.eos_token
+
+    lr = 2e-3
+    if config.base:
+        tokenizer = AutoTokenizer.from_pretrained(config.base)
+        model = AutoModelForCausalLM.from_pretrained(config.base, dtype=torch.float32)
+        example = example_of_base
+        lr = 1e-4
+    else:
+        torch.set_num_threads(1)
+        tokenizer = warm_start.build_tokenizer([text for _ in range(500) for text in example()])
+        model = warm_start.new_model(len(tokenizer), config.seed)
     warm_start.fit(
-        model, tokenizer, example, config.most_steps, 2e-3, 2e-3, 1.0, config.stop_at, example, desc="gcd"
+        model, tokenizer, example, config.most_steps, lr, lr, 1.0, config.stop_at, example, desc="gcd"
     )
     for part in (model.bfloat16(), tokenizer):
         part.save_pretrained(config.out_dir)

@@ -5,20 +5,26 @@
 # the results.
 #   bash recipes/public_flaws.sh 0 outputs/gcd0          # SEED OUT_DIR [TRAINER FLAGS]
 #   START=1 bash recipes/public_flaws.sh 0 outputs/gcd1  # another initial policy: the seed of its training
+# A pretrained chat model (a folder or a hub name) as the policy, which is first trained to write such solutions:
+#   BASE=HuggingFaceTB/SmolLM2-135M-Instruct bash recipes/public_flaws.sh 0 outputs/gcd_smollm2 \
+#     --total-steps 30 --train-batch-size 8 --mini-batch-size 4 --lr 1e-5
 set -euo pipefail
 [[ ${1:-} =~ ^[0-9]+$ && -n ${2:-} ]] || {
   echo "usage: bash recipes/public_flaws.sh SEED OUT_DIR [TRAINER FLAGS]" >&2
   exit 2
 }
+BASE=${BASE:-}
+[ ! -d "$BASE" ] || BASE=$(realpath "$BASE")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -d .venv/bin ] && export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1
 DATA=data/gcd
 POLICY=$DATA/policy${START:=0}
+[ -z "$BASE" ] || POLICY=$DATA/$(basename "$BASE")_$START
 
 [ -f $DATA/reasoning_gym_gcd_test.parquet ] ||
   python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir $DATA
-[ -d "$POLICY" ] || python -m recipes.gcd_steps --out-dir "$POLICY" --seed "$START"
+[ -d "$POLICY" ] || python -m recipes.gcd_steps --out-dir "$POLICY" --seed "$START" --base "$BASE"
 for reward in outcome fapo; do
   python grpo_trainer.py --model "$POLICY" --out-dir "$2/$reward" --seed "$1" --device cpu \
     --train-file $DATA/reasoning_gym_gcd_train.parquet --val-file $DATA/reasoning_gym_gcd_test.parquet:4 \

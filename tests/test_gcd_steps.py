@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from recipes import gcd_steps, gym_tasks
+from toy import warm_start
 
 pytest.importorskip("reasoning_gym")
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +44,25 @@ def test_the_policy_reads_solutions_that_the_check_accepts_for_every_problem():
             assert gcd_steps.first_wrong(question, gcd_steps.write_solution(first, second)) == -1
 
 
+def test_a_pretrained_policy_learns_correct_solutions_in_its_own_chat_format(tmp_path, monkeypatch):
+    """Train nothing: the saved weights are those of the base, and the examples have its chat template."""
+    base = str(ROOT / "toy/models/policy")
+    examples = []
+
+    def fit(model, tokenizer, example, *settings, **bar):
+        examples.extend(example() for _ in range(20))
+
+    monkeypatch.setattr(warm_start, "fit", fit)
+    gcd_steps.make_policy(gcd_steps.Config(tmp_path, base=base))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(base).state_dict().items():
+        assert torch.equal(saved[name], weight)
+    for prompt, response in examples:
+        question = prompt.removeprefix("<|user|>").removesuffix(gym_tasks.SUFFIX + "<|assistant|>")
+        assert gcd_steps.first_wrong(question, response.removesuffix("<|end|>")) == -1
+        assert response.endswith("<|end|>") and not gym_tasks.is_held_out(question)
+
+
 @pytest.fixture(scope="module")
 def row():
     for rows in gym_tasks.make_rows("gcd", {"max_value": 30, "seed": 0, "size": 200}).values():
@@ -66,8 +88,9 @@ def test_fapo_and_the_outcome_reward_differ_only_in_flawed_positives(row):
     assert scores == {"right": [1, 1], "flawed": [1, 0], "wrong": [-1, -1], "": [-1, -1]}
 
 
-def test_the_page_shows_the_figures_of_the_evidence():
-    lines = (ROOT / "docs/evidence/public_tasks.jsonl").read_text().splitlines()
+@pytest.mark.parametrize("name", ["public_tasks", "public_tasks_smollm2"])
+def test_the_page_shows_the_figures_of_the_evidence(name):
+    lines = (ROOT / f"docs/evidence/{name}.jsonl").read_text().splitlines()
     page = (ROOT / "docs/public_tasks.md").read_text()
     assert gcd_steps.table([json.loads(line) for line in lines]) in page
 

@@ -465,6 +465,14 @@ def test_a_run_in_the_world_with_a_tool(run_recipe):
             assert refused.startswith(f"usage: bash recipes/{name}.sh CHECKPOINT")
 
 
+def test_a_pretrained_policy_in_the_public_task(run_recipe):
+    flags = ["--total-steps", "30", "--lr", "1e-5"]
+    config = run_recipe("public_flaws", "2", "outputs/mine", *flags, job=True, BASE="someone/Small-1B")
+    assert (config.model, config.out_dir, config.seed) == ("data/gcd/Small-1B_0", "outputs/mine/fapo", 2)
+    assert (config.total_steps, config.lr, config.train_batch_size) == (30, 1e-5, 16)
+    assert run_recipe("public_flaws", "2", "outputs/mine", job=True, START="1").model == "data/gcd/policy1"
+
+
 STAND_IN = """#!/bin/bash
 # Record the arguments, create --out-dir, and serve HTTP in place of the judge.
 echo "$*" >>{log}
