@@ -706,13 +706,17 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
     return template.format(problem=problem, answer=answer, solution=solution)
 
 
+_QUOTED_TAG = re.compile("""["'`“‘]</?think>["'`”’]""")
+
+
 def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
     """Return the content of the box with which a judge's reply ends, or None if there is no such box.
 
-    A box in the judge's thought is a draft, so only the text after the last `</think>` counts. A box that
-    does not begin within the last `num_chars` characters may be a quotation in a reply without a verdict.
+    A box in the judge's thought is a draft, so only the text after the last `</think>` counts. A tag between
+    quotation marks is quoted from the solution. A box that does not begin within the last `num_chars`
+    characters may be a quotation in a reply without a verdict.
     """
-    _, _, reply = text.rpartition("</think>")
+    _, _, reply = _QUOTED_TAG.sub("", text).rpartition("</think>")
     if "<think>" in reply:  # The thought is not closed.
         return None
     boxed = last_boxed_only_string(reply.rstrip()[-num_chars:])

@@ -593,6 +593,9 @@ def test_braces_in_a_solution_are_not_templates():
         ("<think>First \\boxed{1}</think>I cannot decide.", None),  # A box in a thought is a draft.
         ("<think>\\boxed{0}</think>\\boxed{1}<think>Or \\boxed{2}</think>", None),
         ("<think>So \\boxed{1}", None),  # The thought is not closed.
+        ('<think>Hm.</think>It writes "</think>" and `<think>`. \\boxed{1}', 1),  # quoted tags
+        ("<think>It writes `</think>`, so perhaps \\boxed{1}", None),
+        ("<think>Hm.</think>It begins with <think> and \\boxed{1}", None),  # This may be another thought.
         ("\\boxed{" + "9" * 10000 + "}", None),
     ],
 )
