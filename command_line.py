@@ -180,6 +180,15 @@ def split_arguments(field: str, text: str) -> tuple[str, ...]:
         ) from None
 
 
+def check_unused(options, names, needed: str) -> None:
+    """Raise ValueError if one of these settings was changed although nothing reads it without `needed`."""
+    for name in names:
+        value = getattr(options, name)
+        if value != getattr(type(options), name):
+            text = " ".join(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{flag(name)} {text}: has no effect without {needed}; pass both")
+
+
 def json_object(field: str, text: str) -> dict:
     """Parse a JSON object. Raise ValueError if the text is anything else."""
     try:

@@ -50,7 +50,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 import reward_worker
-from command_line import json_object, named, split_arguments
+from command_line import check_unused, json_object, named, split_arguments
 from reward_worker import (
     HERE,
     ISOLATE_AFTER,
@@ -138,9 +138,12 @@ class RewardOptions:
         """
         models = named("genrm", self.genrm)
         addresses = named("router_address", self.router_address)
+        if not models:
+            check_unused(self, [name for name in vars(self) if name.startswith("genrm_")], "--genrm")
+        if not (models or addresses or started):
+            needed = "a reward model (--genrm or --router-address)"
+            check_unused(self, ("reward_model_task", "reward_model_tokenizer"), needed)
         for name, value in vars(self).items():
-            if name.startswith("genrm_") and not models and value not in (1, ""):
-                raise ValueError(f"{flag(name)} {value}: has no effect without --genrm; pass --genrm PATH")
             if not isinstance(value, (int, float)):
                 continue
             if not math.isfinite(value) and name not in self.may_be_infinite:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 import reward_loop
-from command_line import json_object, split_arguments
+from command_line import check_unused, json_object, split_arguments
 
 
 @dataclass(kw_only=True)
@@ -208,11 +208,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError(f"--adam-betas {betas}: both must be at least 0 and below 1, as in 0.9 0.95")
         if not (self.total_steps or self.val_file):
             raise ValueError("--total-steps 0: an evaluation needs validation data; pass --val-file FILE")
-        if not self.lora_rank and self.lora_alpha != Config.lora_alpha:
-            raise ValueError(f"--lora-alpha {self.lora_alpha}: has no effect without --lora-rank; pass both")
-        if not self.lora_rank and self.lora_targets != Config.lora_targets:
-            targets = " ".join(self.lora_targets)
-            raise ValueError(f"--lora-targets {targets}: has no effect without --lora-rank; pass both")
+        if not self.lora_rank:
+            check_unused(self, ("lora_alpha", "lora_targets"), "--lora-rank")
+        if not self.rollout_fn:
+            check_unused(self, ("rollout_kwargs", "rollout_timeout"), "--rollout-fn")
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(
@@ -227,14 +226,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
         check_functions(self)
         length_penalty_of(self)
-        if not self.rollout_fn and self.rollout_kwargs != "{}":
-            raise ValueError(
-                f"--rollout-kwargs {self.rollout_kwargs}: has no effect without --rollout-fn; pass both"
-            )
-        if not self.rollout_fn and self.rollout_timeout != Config.rollout_timeout:
-            raise ValueError(
-                f"--rollout-timeout {self.rollout_timeout:g}: has no effect without --rollout-fn; pass both"
-            )
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError(
                 "--overlap: does not work with --rollout hf or --reward-mode colocate; pass "

@@ -846,11 +846,15 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"genrm_cpus": "0"}, "--genrm-cpus 0: has no effect without --genrm"),
         ({"genrm_vllm_args": "--x"}, "--genrm-vllm-args --x: has no effect without --genrm"),
         # Nobody starts the classifier, and the rule must not score instead.
-        ({"reward_model_task": ("classify",)}, "-task classify: .* needs .* --reward-model-tokenizer"),
         (
-            {"reward_model_task": ("classify",), "reward_model_tokenizer": "t"},
-            "missing .* 'reward_router_address'.*; pass .* a reward model",
+            {"reward_model_task": ("classify",)},
+            "-task classify: has no effect without a reward model .--genrm",
         ),
+        (
+            {"reward_model_task": ("classify",), "reward_fn": f"{FAULTS}:sync_fault"},
+            "-task classify: has no effect without a reward model",
+        ),
+        ({"reward_model_tokenizer": "t"}, "-tokenizer t: has no effect without a reward model"),
         ({"timeout": -1}, "--timeout -1: must"),
         ({"max_rpm": 0}, "--max-rpm 0: must"),
     ],
