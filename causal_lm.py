@@ -375,17 +375,12 @@ def next_logits(model, ids, attended, positions, cache=None):
     """
     if cache is None:
         cache = DynamicCache(config=model.config)
-        make_roomy(cache)
+        for number, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer:  # a full-attention layer
+                cache.layers[number] = RoomyLayer()
     inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
     output = backbone(model)(input_ids=ids, **inputs)
     return logits_of(model, output, output.last_hidden_state[:, -1]), cache
-
-
-def make_roomy(cache):
-    """Preallocate buffers for the full-attention layers of an empty cache."""
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[number] = RoomyLayer()
 
 
 class RoomyLayer(DynamicLayer):
@@ -567,7 +562,7 @@ def add_adapters(model, options, source: str) -> None:
         source: A folder or hub name.
 
     Raises:
-        ValueError: A target is not a plain linear layer, or the checkpoint's adapters do not fit the options.
+        ValueError: A target is no plain linear layer, or the checkpoint's adapters do not fit the options.
     """
     from peft import LoraConfig, set_peft_model_state_dict
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -581,7 +576,11 @@ def add_adapters(model, options, source: str) -> None:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    model.add_adapter(settings)
+    try:
+        with torch.device(model.device):
+            model.add_adapter(settings)
+    except ValueError as error:
+        raise ValueError(f"--lora-targets: {error}") from error
     cast_adapter_dtype(model, "default")
     torch.manual_seed(options.seed)
     for name, layer in adapter_layers(model).items():

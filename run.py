@@ -24,13 +24,21 @@ from pathlib import Path
 import ray
 import torch
 from torch.distributed.checkpoint import CheckpointException
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
 import reward_worker
 from algorithm import length_penalty_of
 from command_line import json_object, named
-from causal_lm import check_reading, load_tokenizer, prompt_ids_of, read_config, rotary_embeddings
+from causal_lm import (
+    add_adapters,
+    check_reading,
+    load_tokenizer,
+    prompt_ids_of,
+    read_config,
+    rotary_embeddings,
+)
 from policy import Policy, RanksLost
 from prepare_data import checked_row, read_rows
 from rollout import PolicyServers, check_sampling
@@ -316,6 +324,18 @@ class Run:
         if folder.is_dir() and not (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
             raise ValueError(f"--model {folder}: the folder contains no weights; download the model again")
 
+    def check_adapters(self):
+        """Raise ValueError if the adapters do not fit the model, which its config.json decides."""
+        if not self.config.lora_rank:
+            return
+        remote = dict(trust_remote_code=self.config.trust_remote_code)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(self.model_config, **remote)
+        except Exception:  # Code of a model may need the weights. Then the start of the policy decides.
+            return
+        add_adapters(model, self.config, "")
+
     def check_rows(self):
         """Raise ValueError if the reward function cannot score a row.
 
@@ -334,6 +354,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.lock)
             self.check_weights()
+            self.check_adapters()
             self.check_rows()
             if self.config.dry_run:
                 print(json.dumps(without_secrets(asdict(self.config)), indent=2))

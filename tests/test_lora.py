@@ -223,7 +223,7 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
 
 
 def test_targets_that_are_in_no_layer_are_named(model):
-    with pytest.raises(ValueError, match="^Target modules {'query'} not found"):
+    with pytest.raises(ValueError, match="^--lora-targets: Target modules {'query'} not found"):
         policy_of(model, lora_rank=4, lora_targets=("query",))
 
 

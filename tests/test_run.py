@@ -579,6 +579,18 @@ def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path, mo
         grpo_trainer.train(run.config)
 
 
+def test_adapters_that_do_not_fit_the_model_are_refused_in_a_dry_run(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer, dry_run=True, lora_rank=2)
+    run.lock.close()
+    for target, message in (
+        ("nope", "--lora-targets: Target modules {'nope'} not found in the base model"),
+        ("embed_tokens", "--lora-targets: model.embed_tokens is a Embedding, not a plain linear layer"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            grpo_trainer.train(dataclasses.replace(run.config, lora_targets=(target,)))
+    grpo_trainer.train(run.config)
+
+
 @pytest.mark.parametrize("with_config", [False, True])
 def test_a_folder_of_adapters_is_no_model(tmp_path, model, tokenizer, with_config):
     """transformers would load it silently, and train adapters and base under unexpected names."""
