@@ -221,8 +221,6 @@ class Log:
         self.folder = Path(config.out_dir)
         # With --overlap, two threads may write samples at the same time.
         self.samples_lock = threading.Lock()
-        # W&B drops lines unless their step is above all others, so repeated steps get higher ones there.
-        self.wandb_shift = 0
         self.rewind(first_step or -1)
         self.tensorboard = None
         if config.tensorboard:
@@ -232,18 +230,14 @@ class Log:
         self.wandb = None
         if config.wandb:
             self.wandb = start_wandb(config, first_step)
-            last = getattr(self.wandb, "step", 0) - 1  # A power cut may lose lines of metrics.jsonl.
-            self.wandb_shift = max(self.wandb_shift, last - first_step) if first_step else 0
 
     def rewind(self, step: int):
         """Delete the lines of all steps after this one."""
         lines, _ = read_lines(self.folder / "metrics.jsonl")
         if self.config.wandb and step >= 0 and lines and lines[-1]["step"] > step:
-            last = lines[-1]["step"]
-            self.wandb_shift += last - step
             print(
-                f"W&B cannot delete steps {step + 1} to {last}, so it will show them twice; the later "
-                "lines count",
+                f"W&B cannot delete steps {step + 1} to {lines[-1]['step']}, so it will show them twice; "
+                "the later lines count",
                 flush=True,
             )
         self.history = lines_until(step, self.folder / "metrics.jsonl")
@@ -277,7 +271,7 @@ class Log:
             for key, value in line.items():
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
-            self.wandb.log(line, step=step + self.wandb_shift)
+            self.wandb.log(line)
         if MISMATCH in line:
             self.warn_of_mismatch()
         terms = json.loads(self.config.advantage_kwargs).get("weights", ())
@@ -334,7 +328,7 @@ class Log:
             import wandb
 
             table = wandb.Table(columns=list(IN_TABLE), data=shown)
-            self.wandb.log({"samples": table, "step": step}, step=step + self.wandb_shift)
+            self.wandb.log({"samples": table, "step": step})
 
     def plot(self):
         """Draw curves.png from all metrics so far."""
@@ -372,7 +366,8 @@ def start_wandb(config, first_step: int):
         raise ValueError(f"--wandb: {error}; to send the metrics later, set WANDB_MODE=offline") from error
     finally:
         sys.argv = command
-    run.define_metric("*", step_metric="step")  # the x axis of all charts
+    # The x axis of all charts. W&B's own step counts lines, so that W&B accepts steps that a run repeats.
+    run.define_metric("*", step_metric="step")
     return run
 
 

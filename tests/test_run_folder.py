@@ -495,12 +495,13 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
 
 
 class WandbRun:
-    """Drops a line whose step is below the newest one, as W&B does."""
+    """Drops a line whose step is below the newest one, and otherwise numbers the lines itself, as W&B does."""
 
     def __init__(self):
         self.step, self.lines = 0, []
 
-    def log(self, line, step):
+    def log(self, line, step=None):
+        step = self.step if step is None else step
         if step >= self.step - 1:
             self.lines.append((line["step"], line["loss"]))
             self.step = step + 1
