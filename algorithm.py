@@ -18,6 +18,7 @@ import functools
 import inspect
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
@@ -547,17 +548,6 @@ def paragraph_starts(text: str) -> list[int]:
     return starts
 
 
-def count_tokens_before(paragraph: int, text: str, ids: list[int], decode) -> int:
-    """Return how many tokens of a response precede a paragraph, given by its 0-based index.
-
-    A missing paragraph is taken to start at the last token. The other arguments are as in tokens_before.
-    """
-    starts = paragraph_starts(text)
-    if paragraph >= len(starts):
-        return len(ids) - 1
-    return tokens_before([starts[paragraph]], text, ids, decode)[0]
-
-
 def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
     """Return how many tokens of a response precede each place in its text.
 
@@ -582,12 +572,13 @@ def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[
             low = high + 1
             reach *= 2
             high = min(low + reach, last)
-        while low < high:
-            middle = (low + high) // 2
-            if goes_beyond(before, decode(ids[first : middle + 1])):
-                high = middle
-            else:
-                low = middle + 1
+        low = bisect_left(
+            range(high),
+            True,
+            low,
+            high,
+            key=lambda token: goes_beyond(before, decode(ids[first : token + 1])),
+        )
         counts.append(low)
         first, offset = later_start(first, offset, low, text, ids, decode)
     return counts

@@ -24,7 +24,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import algorithm
-from algorithm import compute_advantages, count_tokens_before, number_or_nan, starts_of
+from algorithm import compute_advantages, number_or_nan, starts_of
 
 
 def papo(groups):
@@ -209,12 +209,10 @@ def good_prefixes(groups) -> torch.Tensor:
         prefix = first_wrong  # NaN stays NaN
         if first_wrong <= 0:
             prefix = 0
-        elif first_wrong > 0 and sample.has_turns:
-            starts = starts_of(sample, int(first_wrong) + 1, groups.decode)
-            starts = [*starts, len(sample.response_ids) - 1]  # A missing turn counts as starting here.
-            prefix = starts[min(int(first_wrong), len(starts) - 1)]
         elif first_wrong > 0:
-            prefix = count_tokens_before(int(first_wrong), sample.text, sample.response_ids, groups.decode)
+            starts = starts_of(sample, int(first_wrong) + 1, groups.decode)
+            starts = [*starts, len(sample.response_ids) - 1]  # A missing paragraph counts as starting here.
+            prefix = starts[min(int(first_wrong), len(starts) - 1)]
         prefixes.append(prefix)
     return groups.tensor(prefixes)
 

@@ -495,7 +495,7 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
 
 
 class WandbRun:
-    """Drops a line whose step is below the newest one, and otherwise numbers the lines itself, as W&B does."""
+    """Drops a line whose step is below the newest one, and numbers lines without a step, as W&B does."""
 
     def __init__(self):
         self.step, self.lines = 0, []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import compute_score
-from algorithm import compute_advantages, compute_policy_loss, count_tokens_before
+from algorithm import compute_advantages, compute_policy_loss, paragraph_starts, tokens_before
 from test_recipes import ROOT
 from toy import toy_world
 from toy.report import table
@@ -126,5 +126,6 @@ def test_the_tokens_that_credit_spares(results):
     sample, wrong = SAMPLES[FLAWED], results[FLAWED]["first_wrong"]
     pieces = [*sample["tokens"][:-1], ""]  # "" for the end token
     ids = list(range(len(pieces)))
-    spared = count_tokens_before(wrong, sample["text"], ids, lambda some: "".join(pieces[i] for i in some))
+    text, decode = sample["text"], lambda some: "".join(pieces[i] for i in some)
+    spared = tokens_before(paragraph_starts(text), text, ids, decode)[wrong]
     assert f"the advantage of the {spared} tokens before the wrong paragraph to 0" in PROSE
