@@ -411,21 +411,13 @@ def _find_answer(data_source, text):
     return None
 
 
-def compute_score_gsm8k(
-    data_source,
-    solution_str,
-    ground_truth,
-    extra_info=None,
-    reward_router_address=None,
-    reward_model_tokenizer=None,
-    turns=(),
-    *,
-    verifier: Literal["rule", "math_verify"] = "rule",
-) -> dict:
-    """Score one solution by the rule for GSM8K, regardless of `data_source`."""
-    return compute_score("gsm8k", solution_str, ground_truth, turns=turns, verifier=verifier)
+def compute_score_gsm8k(data_source, *sample, **settings) -> dict:
+    """Score by the rule for GSM8K, regardless of `data_source`. Arguments: see compute_score."""
+    return compute_score("gsm8k", *sample, **settings)
 
 
+# Callers check arguments against this signature before the run starts.
+compute_score_gsm8k.__signature__ = inspect.signature(compute_score)
 compute_score.check_row = compute_score_gsm8k.check_row = check_answer
 
 
@@ -1186,7 +1178,6 @@ async def compute_score_baseline(*sample, **settings) -> dict:
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 
-# Callers check arguments against this signature before the run starts.
 compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
 compute_score_fapo.check_row = compute_score_baseline.check_row = check_judged
 
