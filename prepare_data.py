@@ -19,7 +19,8 @@ source. The first word "train" or "test" in the name gives the split (gsm8k_trai
 word, the file belongs to the first split of the data set (aime24.jsonl: test). Files of other splits, such as
 gsm8k_dev.jsonl, are ignored.
 
-Needs compute_score.py; also toy/ for the toy world, and recipes/gym_tasks.py for reasoning_gym (see MAKERS).
+Needs compute_score.py, command_line.py and reward_worker.py; also toy/ for the toy world, and
+recipes/gym_tasks.py for reasoning_gym (see MAKERS).
 Not covered: data larger than memory, filters (see the trainer).
 """
 
@@ -28,8 +29,6 @@ import csv
 import importlib
 import json
 import re
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -39,6 +38,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
+from command_line import IN_WORDS, cli, one_line_errors
 from compute_score import (
     TAIL_CHARS,
     format_critic_prompt,
@@ -149,6 +149,15 @@ def read_rows(path: Path, needed=()) -> list[dict]:
         for number, row in enumerate(rows):
             check_columns(row, needed, f"{path}, row {number}")
     return rows
+
+
+@contextlib.contextmanager
+def errors_at(where: str):
+    """Name the place of a row in a ValueError that is raised inside this context."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def check_columns(row: dict, needed, where: str) -> None:
@@ -454,9 +463,6 @@ def hub_files(source: Source) -> list[Path]:
 
 
 # --- 5. Building --------------------------------------------------------------------------------------------
-IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
-
-
 @dataclass
 class Config:
     # Data sets to convert. all: every public data set, but not toy (with --source-dir: only those that have a
@@ -633,13 +639,9 @@ def prepare(config: Config) -> dict[str, int]:
 
 
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
-    try:
-        prepare(tyro.cli(Config, description=__doc__.partition("Needs ")[0], config=[tyro.conf.DisallowNone]))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    config = cli(Config, __doc__.partition("Needs ")[0], markers=[tyro.conf.DisallowNone])
+    with one_line_errors():
+        prepare(config)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from causal_lm import (
     rotary_embeddings,
 )
 from policy import Policy, RanksLost
-from prepare_data import checked_row, read_rows
+from prepare_data import checked_row, errors_at, read_rows
 from rollout import PolicyServers, check_sampling
 from run_folder import (
     Log,
@@ -343,10 +343,8 @@ class Run:
         """
         check_row = reward_loop.row_checker(self.config.make_job())
         for row in self.train_rows + [row for row, _ in self.val_rows]:
-            try:
+            with errors_at(row["where"]):
                 check_row(row)
-            except ValueError as error:
-                raise ValueError(f"{row['where']}: {error}") from error
 
     # ---- from start to end
 
@@ -636,11 +634,9 @@ def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list
     kept = []
     for number, row in enumerate(rows):
         where = f"{path}, row {number}"
-        try:
+        with errors_at(where):
             row = checked_row(row, is_table=path.endswith(".parquet"))
             ids = prompt_ids_of(row, tokenizer, options)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids, "where": where})
     if len(kept) < len(rows):

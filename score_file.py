@@ -23,7 +23,7 @@ import pyarrow
 import pyarrow.parquet as pq
 
 from command_line import one_line_errors, parse_command_line
-from prepare_data import read_rows
+from prepare_data import errors_at, read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
 from run_folder import averages, no_verdict_rate, read_lines
 
@@ -163,10 +163,8 @@ def read_samples(config: Config, job) -> list[dict]:
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
     check_row = row_checker(job)
     for number, row in enumerate(rows):
-        try:
+        with errors_at(f"--data {config.data}, row {number}"):
             check_row(row)
-        except ValueError as error:
-            raise ValueError(f"--data {config.data}, row {number}: {error}") from error
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
             raise ValueError(
