@@ -525,17 +525,13 @@ class Router:
         finally:
             self.waiting -= 1
 
-    def headers_for_servers(self, request) -> CIMultiDict:
-        headers = forwarded_headers(request.headers, NEW_BODY)
-        if self.server_key:
-            headers["Authorization"] = f"Bearer {self.server_key}"
-        return headers
-
     async def forward(self, request, body: bytes) -> web.StreamResponse:
         """Send the request to one server after another until a server responds."""
         config = self.config
         deadline = time.monotonic() + config.request_timeout
-        headers = self.headers_for_servers(request)
+        headers = forwarded_headers(request.headers, NEW_BODY)
+        if self.server_key:
+            headers["Authorization"] = f"Bearer {self.server_key}"
         session = request.headers.get("X-Session-Id", "")
         tried = []  # living servers that have seen the request
         avoided = []  # the server for which the router lacked a connection, if any
