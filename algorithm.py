@@ -121,14 +121,15 @@ class Groups:
         self.require_keys = require_keys
         self.infos = []  # What the reward function returned for each sample; empty without a verdict.
         rewards = []
+        penalties = []
         for sample in self.samples:
             reward = sample.result["reward_score"]
             info = sample.result["reward_extra_info"]
             if reward is None:
                 info = {}
             rewards.append(number_or_nan(reward))
+            penalties.append(number_or_nan(info.get("overlong_penalty", 0.0)))
             self.infos.append(info)
-        penalties = [number_or_nan(info.get("overlong_penalty", 0.0)) for info in self.infos]
         self.rewards_P_G = self.tensor(rewards)
         self.penalties_P_G = self.tensor(penalties) + 0 * self.rewards_P_G  # NaN without a verdict
         self.lengths_P_G = self.tensor([len(sample.response_ids) for sample in self.samples])
@@ -403,8 +404,11 @@ def loss_function(options) -> tuple[Callable, dict]:
     Raises:
         ValueError: The function cannot be loaded.
     """
-    flags = {name: getattr(options, name) for name in ("clip_low", "clip_high", "clip_c")}
-    settings = {name: value for name, value in flags.items() if value is not None}
+    settings = {}
+    for name in ("clip_low", "clip_high", "clip_c"):
+        value = getattr(options, name)
+        if value is not None:
+            settings[name] = value
     return named_function("loss", options.loss), settings | json.loads(options.loss_kwargs)
 
 

@@ -192,7 +192,9 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     units = groups  # The samples of a unit are scored together.
     if not run.rewards.job.sees_group:
         units = [[sample] for sample in samples]
-    unit_of_running = {id(sample): unit for unit in units for sample in unit}
+    unit_of_running = {}
+    for unit in units:
+        unit_of_running |= dict.fromkeys(map(id, unit), unit)
 
     def finished(sample: Sample) -> None:
         sample.text = run.decode(sample.response_ids)
@@ -265,7 +267,8 @@ def wait_for_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list
         run.policy.release_memory()  # The judges are about to wake up and need the memory.
         rows = []
         for number, group in enumerate(ended):
-            rows += [scoring_row(sample, batch.step) | {"group": number} for sample in group]
+            for sample in group:
+                rows.append(scoring_row(sample, batch.step) | {"group": number})
         results = run.rewards.score_batch(rows)
     for sample, result in zip(samples, results):
         sample.result = result
@@ -281,8 +284,12 @@ def ended_samples(groups: list[list[Sample]]) -> list[Sample]:
 
 def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
     """Return the groups without failed rollouts, and drop groups that are then empty."""
-    ended = [[sample for sample in group if not sample.failure] for group in groups]
-    return [group for group in ended if group]
+    kept = []
+    for group in groups:
+        ended = [sample for sample in group if not sample.failure]
+        if ended:
+            kept.append(ended)
+    return kept
 
 
 def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:

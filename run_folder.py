@@ -441,7 +441,10 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
     """
     width = len(str(total_steps))
     head = f"step {line['step']:{width}}/{total_steps}"
-    cells = [f"{label} {line[key]:{form}}" for key, (label, form) in ON_SCREEN.items() if key in line]
+    cells = []
+    for key, (label, form) in ON_SCREEN.items():
+        if key in line:
+            cells.append(f"{label} {line[key]:{form}}")
     if cells and "time/step" in line:
         cells.append(f"{line['time/step']:4.1f} s")
     if cells and "time/step" in line and seconds_left:
