@@ -527,7 +527,7 @@ class Run:
             self.policy.samples_itself = True
 
     def start_servers(self, stack):
-        config = replace(self.config.policy_servers(), model="", max_model_len=self.max_sequence_length)
+        config = replace(self.config.policy_servers(), max_model_len=self.max_sequence_length)
         if isinstance(self.policy, Policy):
             self.servers = PolicyServers(self.policy, self.tokenizer, config)
         else:

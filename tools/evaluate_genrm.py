@@ -235,21 +235,17 @@ def model_name(config: Config) -> str:
     return only_model(cards, config.router_address, "--model NAME")["id"]
 
 
-def chat_settings(config: Config) -> dict:
-    """Return the settings for `scores.chat`. Raises ValueError, or OSError if no judge responds."""
-    chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
-    return {
-        "model": model_name(config),
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "max_tokens": config.max_tokens,
-        "chat_kwargs": chat_kwargs,
-    }
-
-
 def judge_rows(rows: list[dict], config: Config) -> list[dict]:
-    """Add "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows."""
-    chat = chat_settings(config)
+    """Add "critiques" (n times {"status", "text", "tokens", "index", ...}) and "prediction" to the rows.
+
+    Raises ValueError, or OSError if no judge responds.
+    """
+    chat = {
+        "chat_kwargs": json_object("chat_kwargs", config.chat_kwargs) or None,
+        "model": model_name(config),
+    }
+    for name in ("temperature", "top_p", "max_tokens"):
+        chat[name] = getattr(config, name)
     # A result depends on these settings, and on the prompt and the label of its row.
     files = fingerprints(scores.__file__)
     header = chat | {"files": files, "models": served_models({"genrm": config.router_address}, chat["model"])}
