@@ -177,6 +177,6 @@ def test_what_the_classifier_said_of_samples(tmp_path):
     assert run["first_spread"] == run["last_spread"] == 0.75
     assert run["flaws"] == {"arithmetic": 1}
     assert module.file_of(run) == "classifier.jsonl"
-    assert module.accepted("flawed positive")([run, run], "last") == "1.00 of 2"
-    assert module.accepted("truly correct")([run], "last") == "none"
-    assert module.accepted("wrong")([run | {"algorithm": "flagged"}], "first") == "not queried"
+    assert module.accepted([run, run], "last", "flawed positive") == "1.00 of 2"
+    assert module.accepted([run], "last", "truly correct") == "none"
+    assert module.accepted([run | {"algorithm": "flagged"}], "first", "wrong") == "not queried"

@@ -31,6 +31,7 @@ from played import says, server
 from test_house import SCRIPTS, TOP
 from test_recipes import ROOT, commands, load, parse
 from toy import toy_world
+from toy.report import COLUMNS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "docs/changes/README.md"]
@@ -320,11 +321,11 @@ def test_the_tables_of_the_evidence_are_what_its_runs_say(evidence):
 
 def test_the_tables_summarise_three_seeds_per_checkpoint(evidence):
     runs = evidence.read()
-    compared = [(world, name) for world in evidence.STANDARD for name in evidence.NAMES]
+    compared = [(world, name) for world in evidence.STANDARD for name in evidence.TITLES["first_world"]]
     compared += [(world, name) for world in evidence.SHOP for name in ("outcome", "fapo")]
     for world, algorithm in compared:
         assert sorted(run["seed"] for run in evidence.of(runs, algorithm, world)) == [0, 1, 2]
-    for name in evidence.BESIDE:  # the same seeds, as far as they were run
+    for name in evidence.TITLES["classifier"]:  # the same seeds, as far as they were run
         seeds = [run["seed"] for run in evidence.of(runs, name, "algo0")]
         assert sorted(seeds) == list(range(len(seeds)))
 
@@ -636,7 +637,9 @@ def test_kinds_of_flaws_by_hand(evidence):
 
 
 def test_the_second_worlds_tables(evidence):
-    keys = [f"{key}/mean@1" for key in evidence.OWN_COLUMNS.values() if isinstance(key, str)]
+    second_world = evidence.CSV_TABLES["second_world"]
+    titles = evidence.TITLES["second_world"]
+    keys = [f"{key}/mean@1" for key in second_world.columns.values() if isinstance(key, str)]
 
     def run(algorithm, seed, share, world="own0", acc=(0.25, 0.75)):
         figures = dict(before=dict.fromkeys(keys, 0.1), after=dict.fromkeys(keys, share))
@@ -646,16 +649,15 @@ def test_the_second_worlds_tables(evidence):
         return about | dict(curves=curves) | figures
 
     def cells(runs, names, world="own0"):
-        table = evidence.Table(
-            ["checkpoint", "problems"], evidence.OWN_COLUMNS, evidence.by_checkpoint(names, (world,))
-        )
-        return [one[1:] for one in table.cells(runs)]
+        rows = [evidence.Rows({"rule": "initial policy"}, (world,), when="before")]
+        rows.append(evidence.Rows(names, (world,), optional=True))
+        return evidence.Table(["problems"], second_world.columns, rows).cells(runs)
 
     runs = [run("rule", 0, 0.2), run("rule", 1, 0.9), run("fapo_oracle", 0, 0.4), run("vppo_oracle", 0, 0.6)]
     assert [evidence.calls(one) for one in runs] == [0, 0, 64, 128]  # of 128 samples
     later = run("later", 0, 0.5, acc=[1.0] * 20 + [0.5] * 20)
     assert evidence.calls(later) == 32  # queried on half of the samples in half of the steps
-    rows = cells(runs, evidence.OWN_ALGORITHMS)
+    rows = cells(runs, titles)
     assert [(one[0], one[1], *one[-5:]) for one in rows] == [
         ("initial policy", "0.10 (0.10-0.10)", "", "", "", "", ""),
         ("outcome reward only", "0.55 (0.20-0.90)", "never (2-never)", "0", "2", "", ""),  # .08, .085
@@ -664,15 +666,16 @@ def test_the_second_worlds_tables(evidence):
     ]
     twins = [run("rule", seed, seed / 10, "again0") for seed in (1, 2, 3)]
     twins.append(run("papo_oracle", 0, 1.0, "again0"))
-    rows = cells(runs + twins, evidence.OWN_ALGORITHMS)
+    rows = cells(runs + twins, titles)
     assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
     assert len(rows) == 4  # PAPO ran only from the twin checkpoint
-    runs += [run(name, 0, 0.8) for name in evidence.LONG.values()]
-    titles = [one[0] for one in cells(runs, evidence.VARIANTS)]
-    assert "FAPO, 200 steps" in titles and titles[1] == "outcome reward only"
+    runs += [run(name, 0, 0.8) for name in evidence.DATA["longer"].values()]
+    first = [one[0] for one in cells(runs, evidence.TITLES["variants"])]
+    assert "FAPO, 200 steps" in first and first[1] == "outcome reward only"
     with pytest.raises(ValueError, match="no finished run of rule in own1"):
-        cells(runs, evidence.OWN_ALGORITHMS, "own1")
-    by_start = evidence.Table(["method"], evidence.BY_START, evidence.each({"rule": "outcome"}, evidence.OWN))
+        cells(runs, titles, "own1")
+    columns = evidence.DATA["columns"]["by_start"]
+    by_start = evidence.Table(["method"], columns, [evidence.Rows({"rule": "outcome"}, evidence.OWN)])
     assert by_start.cells(runs) == [["outcome", "0.55 (0.20-0.90)", "", ""]]
 
 
@@ -706,8 +709,8 @@ def test_rows_that_compare_the_same_seeds(evidence):
 
     runs = [run("a", "own0", 0, 0.1), run("a", "own0", 1, 0.9), run("a", "own1", 0, 0.9)]
     runs += [run("b", "own0", 0, 0.2), run("b", "own1", 1, 0.9)]
-    rows = evidence.each({"a": "A", "b": "B"}, evidence.OWN)
-    columns = {"x": "x", "runs": evidence.num_runs}
+    rows = [evidence.Rows({"a": "A", "b": "B"}, evidence.OWN)]
+    columns = {"x": "x", "runs": {"text": "num_runs"}}
     table = evidence.Table(["method"], columns, rows, same_seeds=True)
     assert table.cells(runs) == [["A", "0.10", "1"], ["B", "0.20", "1"]]
 
@@ -861,10 +864,11 @@ def test_the_numbers_for_a_million_parameters_are_those_of_their_curves():
 def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run(evidence):
     """The flags must be the trainer's, and only methods with runs from each checkpoint are ranked."""
     settings = {field.name for field in dataclasses.fields(grpo_trainer.Config)}
-    for flags in (*evidence.FLAGS.values(), *evidence.SECOND_WORLD.values()):
+    rankings = evidence.DATA["ranking"]
+    for flags in [flags for about in rankings.values() for flags in about["flags"].values()]:
         assert {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", flags)} <= settings
     runs = [run for run in evidence.read() if (run["world"], run["algorithm"]) != ("shop2", "fapo")]
-    made = evidence.ranking(runs, *evidence.RANKINGS["tool world"])
+    made = evidence.ranking(runs, rankings["tool world"])
     assert "| FAPO |" not in made and "outcome reward only" in made
 
 
@@ -905,7 +909,8 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="no finished run of rule in weak"):
         evidence.of([run], "rule", "weak")
     both = [run, run | {"seed": 3, "after": run["before"]}]
-    rows = evidence.each({"rule": "all"}, ("warm0",), first="rule")
+    rows = [evidence.Rows({"rule": "initial policy"}, ("warm0",), when="before")]
+    rows.append(evidence.Rows({"rule": "all"}, ("warm0",)))
     table = evidence.Table(["method"], {"accuracy": "toy"}, rows)
     assert table.cells(both) == [["initial policy", "0.50 (0.50-0.50)"], ["all", "0.71 (0.50-0.91)"]]
     assert evidence.shares(run)["wrong"] == pytest.approx([0.8, 0.6, 0.1])
@@ -913,9 +918,9 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     longer = {"curves": {"acc": [0.2, 0.6, 0.9], "truly_correct": [0.1, 0.5, 0.9]}}
     assert evidence.turning_point(longer) == 3  # .1 < .8, .3 < .6, .5 > .43
     assert evidence.half_correct(run) is math.inf and evidence.half_correct(longer) == 3  # .1, .3, .5
-    last = {"after": {f"{key}/mean@1": 0.5 for key in evidence.COLUMNS.values()}}
-    rows = evidence.each(evidence.ALGORITHMS, ("warm0", "warm1"), optional=True)
-    table = evidence.Table(["method"], evidence.TOY | evidence.HALF, rows)
+    last = {"after": {f"{key}/mean@1": 0.5 for key in COLUMNS.values()}}
+    rows = [evidence.Rows(evidence.TITLES["algorithms"], ("warm0", "warm1"), optional=True)]
+    table = evidence.Table(["method"], evidence.PAGE_TABLES["algorithms"].columns, rows)
     found = table.cells([run | last, run | last | {"world": "warm1"}])
     # Algorithms without runs in all of these worlds are omitted.
     assert found == [["outcome reward only", *["0.50 (0.50-0.50)"] * 3, "never", "2"]]
@@ -926,7 +931,7 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
     before = '{"world": "narrow", "algorithm": "fapo_judge", "seed": 0}\n'
     for name in evidence.FILES:
         (tmp_path / name).write_text(before if name == "runs.jsonl" else "")
-    whole = {"step": 0} | {f"val/{key}/mean@1": 0.5 for key in evidence.COLUMNS.values()}
+    whole = {"step": 0} | {f"val/{key}/mean@1": 0.5 for key in COLUMNS.values()}
     write_run(tmp_path / "some/warm0/rule_seed0", [whole, whole])
     monkeypatch.setattr(sys, "argv", ["make_evidence.py", "--runs", str(tmp_path / "some")])
     with pytest.raises(SystemExit):
