@@ -1,25 +1,19 @@
-"""Measure how fast router.py is and which routing policy wins when. Prints two Markdown tables.
+"""Measure how fast router.py is, and print a Markdown table.
 
     python benchmarks/bench_router.py            # needs nginx for the upstreams: apt-get install nginx-light
     python benchmarks/bench_router.py --sglang-router /tmp/v/bin/python --vllm-router /tmp/v/bin/vllm-router
 
-Table 1 measures proxying. Through each router, 64 connections send POSTs of 4 KiB, one after the other, to
-two nginx servers that respond immediately. The routers take turns for --rounds rounds, and the table shows
-medians: requests/s, p50 and p99 latency, responses other than 200, and the router's CPU time per request,
-which varies least. For comparison, the table includes the same load without a router, a bare aiohttp proxy
-(the cost of the HTTP library alone), and the Rust routers of sglang and vllm if they are found.
+Through each router, 64 connections send POSTs of 4 KiB, one after the other, to two nginx servers that
+respond immediately. The routers take turns for --rounds rounds, and the table shows medians: requests/s, p50
+and p99 latency, responses other than 200, and the router's CPU time per request, which varies least. For
+comparison, the table includes the same load without a router, a bare aiohttp proxy (the cost of the HTTP
+library alone), and the Rust routers of sglang and vllm if they are found.
 
-Table 2 compares policies. 2,000 requests go through round_robin and least_loaded to four fake servers, each
-of which works on eight requests at a time. Response times range from constant to heavily skewed (log-normal),
-and in one case one server is slow. Both policies get the same response times. The table shows the wall time
-until the last response. The best of --rounds counts, because noise only adds time.
-
-Not covered: TLS, streams, real models, and routers on several cores.
+Not covered: TLS, streams, real models, routers on several cores, and routing policies.
 """
 
 import asyncio
 import contextlib
-import random
 import shutil
 import subprocess
 import sys
@@ -34,23 +28,12 @@ import psutil
 import tyro
 import uvloop
 from aiohttp import web
-from measuring import CHAT, FakeServer, chat_request, cpu_seconds, free_port, machine, serve, servers
+from measuring import CHAT, ROOT, chat_request, cpu_seconds, free_port, machine, serve, servers
 
-import router as ours
 from toy.report import table
 
 CONNECTIONS = 64
 BODY_BYTES = 4096
-REQUESTS = 2000  # per policy and kind of response times
-MEAN = 0.1  # of the response times in seconds
-CASES = {  # sigma of the log-normal response times, and the slowness of the four servers
-    "constant": (0.0, [1, 1, 1, 1]),
-    "log-normal, sigma 0.5": (0.5, [1, 1, 1, 1]),
-    "log-normal, sigma 1": (1.0, [1, 1, 1, 1]),
-    "log-normal, sigma 1.5": (1.5, [1, 1, 1, 1]),
-    "constant, one server 3 times slower": (0.0, [1, 1, 1, 3]),
-    "log-normal, sigma 1, one server 3 times slower": (1.0, [1, 1, 1, 3]),
-}
 NGINX = """daemon off; worker_processes 1; pid {folder}/{port}.pid;
 error_log {folder}/{port}.log;
 events {{ worker_connections 4096; }}
@@ -61,10 +44,10 @@ location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} 
 
 @dataclass
 class Config:
-    """Measure the speed of router.py and of its policies."""
+    """Measure the speed of router.py."""
 
     seconds: float = 8.0  # Duration of each measurement in seconds.
-    rounds: int = 3  # Number of rounds. Table 1 shows medians, table 2 the best.
+    rounds: int = 3  # Number of rounds. The table shows medians.
     sglang_router: str = ""  # Python that can import sglang_router. Empty: this Python, if it can.
     vllm_router: str = ""  # Path of the vllm-router program. Empty: search PATH for it.
 
@@ -166,7 +149,7 @@ async def bare_proxy(port: int, upstreams: list[str]) -> None:
 def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
     """Return {router: command}. The caller appends the port to the command."""
     commands = {
-        "router.py": [sys.executable, ours.__file__, "--workers", *upstreams, "--port"],
+        "router.py": [sys.executable, str(ROOT / "router.py"), "--workers", *upstreams, "--port"],
         "bare aiohttp proxy": [sys.executable, __file__, "--bare-proxy", *upstreams],
     }
     flags = ["--policy=round_robin", "--host=127.0.0.1", "--worker-urls", *upstreams, "--port"]
@@ -194,6 +177,7 @@ async def measure_router(command: list[str], seconds: float) -> list[float]:
 async def compare_routers(config: Config) -> None:
     if not shutil.which("nginx"):
         raise OSError("nginx was not found; run apt-get install nginx-light")
+    print(machine())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         ports = [free_port(), free_port()]
         for port in ports:
@@ -217,69 +201,13 @@ async def compare_routers(config: Config) -> None:
     print(table(heads, *rows), flush=True)
 
 
-# ---- policies ------------------------------------------------------------------------------------
-
-
-async def time_policy(policy: str, slownesses: list[float], times: list[float]) -> float:
-    """Return the seconds until all requests are answered, with 64 concurrent requests."""
-    ours.say = lambda text: None  # Otherwise the router would print a line per server and round.
-    runners, urls = [], []
-    for slowness in slownesses:
-        port = free_port()
-        runners.append(await serve(FakeServer(8, slowness).handle, port))
-        urls.append(f"http://127.0.0.1:{port}")
-    router = ours.Router(ours.Config(workers=tuple(urls), port=0, policy=policy))
-    port = await router.start()
-    waiting = iter(times)
-
-    async def client(session):
-        for seconds in waiting:
-            async with session.post(f"http://127.0.0.1:{port}{CHAT}", json={"seconds": seconds}) as answer:
-                if answer.status != 200:
-                    raise RuntimeError(f"{policy}: {answer.status} {await answer.text()}")
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        begun = time.perf_counter()
-        await asyncio.gather(*(client(session) for _ in range(CONNECTIONS)))
-        spent = time.perf_counter() - begun
-    await router.stop()
-    for runner in runners:
-        await runner.cleanup()
-    return spent
-
-
-async def compare_policies(rounds: int) -> None:
-    rng = random.Random(0)
-    print(f"\n{REQUESTS} requests, {CONNECTIONS} at a time, four servers with eight slots, ", end="")
-    print(f"mean response time {1000 * MEAN:.0f} ms, {rounds} rounds\n")
-    rows = []
-    for name, (sigma, slownesses) in CASES.items():
-        times = [rng.lognormvariate(-(sigma**2) / 2, sigma) * MEAN for _ in range(REQUESTS)]
-        slots = sum(8 / slowness for slowness in slownesses)
-        lowest = max(sum(times) / slots, max(times))  # all slots busy, or one long request
-        spent = {"round_robin": [], "least_loaded": []}
-        for _ in range(rounds):
-            for policy, seconds in spent.items():
-                seconds.append(await time_policy(policy, slownesses, times))
-        robin, least = map(min, spent.values())
-        rows.append([name, *(f"{value:.2f}" for value in (lowest, robin, least, robin / least))])
-    heads = ["response times", "lower bound s", *(f"{policy} s" for policy in spent)]
-    print(table([*heads, "round_robin / least_loaded"], *rows), flush=True)
-
-
-async def measure(config: Config) -> None:
-    print(machine())
-    await compare_routers(config)
-    await compare_policies(config.rounds)
-
-
 def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1:2] == ["--bare-proxy"]:  # the script's own bare proxy
             runner.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
             return
         try:
-            runner.run(measure(tyro.cli(Config)))
+            runner.run(compare_routers(tyro.cli(Config)))
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None

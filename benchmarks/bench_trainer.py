@@ -1,8 +1,7 @@
-"""Compare grpo_trainer.py with TRL's GRPOTrainer: speed, loss, and the memory of an update.
+"""Compare grpo_trainer.py with TRL's GRPOTrainer: speed and loss.
 
     python benchmarks/bench_trainer.py                  # a Llama of 1 M parameters, about 2 minutes
     python benchmarks/bench_trainer.py --model FOLDER   # also your own model, such as SmolLM2-135M
-    python benchmarks/bench_trainer.py --memory         # only the peak memory of one update of 8,192 tokens
 
 TRL is included if this Python can import it: pip install "trl==1.16.*" next to the project's packages.
 
@@ -16,9 +15,6 @@ includes scoring.
 Same loss: the script records the samples, rewards, loss and gradient norm of TRL's first step, in which one
 token in sixteen ends completions. Our compute_advantages and Policy.update get the same samples and weights.
 The exit code is 1 if the loss or the norm differs by more than 0.1 %.
-
-Memory: the memory that an update needs in addition to weights, gradients and Adam's moments, compared with an
-implementation that holds all logits at the same time.
 
 Not covered: GPUs, vLLM, ranks, reference models, and several updates per step. Both sides call the reward
 function in their process, while in training grpo_trainer.py sends samples to Ray workers (see
@@ -37,13 +33,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 import tyro
 from measuring import machine, started
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from algorithm import compute_advantages, compute_policy_loss
+from algorithm import compute_advantages
 from policy import Policy, Sample
 from rollout import rollout_hf
 from settings import PolicyOptions
@@ -59,14 +56,12 @@ TOLERANCE = 1e-3
 
 @dataclass
 class Config:
-    """Measure the speed and memory of grpo_trainer.py."""
+    """Measure the speed of grpo_trainer.py, and compare it with TRL's."""
 
     model: str = ""
     """Folder of a second model to measure, with 16 completions (2 prompts x 8) of 32 tokens per step."""
     rounds: int = 2
     """Number of rounds, each in a new process per side."""
-    memory: bool = False
-    """Measure memory instead of speed."""
 
 
 # ---- one side in a separate process
@@ -193,54 +188,10 @@ def run_check(job: dict) -> dict:
     return {"loss": metrics["actor/loss"], "gradient norm": metrics["actor/grad_norm"]}
 
 
-def megabytes(name: str, path: str = "/proc/self/status") -> float:
-    return int(re.search(rf"{name}:\s+(\d+) kB", Path(path).read_text())[1]) / 1024
-
-
-def run_memory(job: dict) -> dict:
-    """Return the resident memory before an update and at its peak, in MB, and the update's seconds."""
-    shape = LlamaConfig(
-        vocab_size=151_936,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=16_384,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(shape).save_pretrained(job["folder"])
-    policy = our_policy(job["folder"], 1)
-    model = policy.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    prompt = list(range(16))
-
-    def update(tokens):
-        response = torch.randint(shape.vocab_size, (tokens,)).tolist()
-        if not job["plain"]:  # One sample has an advantage; the others in its group are too short to matter.
-            samples = [Sample({}, prompt, response, [0.0] * tokens, advantage=1.0)]
-            policy.update([samples + [Sample({}, prompt, [1], [0.0]) for _ in range(GROUP - 1)]], lr=1e-6)
-            return
-        ids = torch.tensor([prompt + response])
-        optimizer.zero_grad()
-        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=tokens).logits
-        logprobs = logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None])[..., 0]
-        mask = torch.ones_like(logprobs)
-        compute_policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, tokens)[0].backward()
-        optimizer.step()
-
-    update(64)  # This update allocates gradients and moments.
-    before = megabytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
-    begun = time.perf_counter()
-    update(job["tokens"])
-    return {"before": before, "above": megabytes("VmHWM") - before, "seconds": time.perf_counter() - begun}
-
-
 def work(path: Path) -> None:
     job = json.loads(path.read_text())
     torch.manual_seed(0)
-    run = {"ours": run_ours, "trl": run_trl, "check": run_check, "memory": run_memory}[job["kind"]]
+    run = {"ours": run_ours, "trl": run_trl, "check": run_check}[job["kind"]]
     path.write_text(json.dumps(run(job)))
 
 
@@ -255,7 +206,7 @@ def in_child(job: dict) -> dict:
         command = [sys.executable, __file__, "--worker", str(path)]
         with started({"job": command}, Path(folder)) as runs:
             while runs["job"].poll() is None:
-                if megabytes("MemAvailable", "/proc/meminfo") < 1000:
+                if psutil.virtual_memory().available < 1e9:
                     raise RuntimeError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
                 time.sleep(0.1)
         code = runs["job"].returncode
@@ -340,25 +291,6 @@ def compare_speed(config: Config) -> bool:
     return all(same)
 
 
-def compare_memory() -> None:
-    print(
-        "Peak memory of one update of one sequence, in addition to weights, gradients and moments; "
-        "vocabulary 151,936, hidden size 256, float32\n"
-    )
-    rows = []
-    for name, plain in (("Policy.update", False), ("all logits at once", True)):
-        tokens = 8192
-        free = megabytes("MemAvailable", "/proc/meminfo") - 2000
-        needed = tokens * 151_936 * 4 * 3.3 / 2**20  # three copies of the logits, and some room
-        if plain and needed > free:
-            tokens = int(tokens * free / needed)
-            name += " (fewer tokens, to fit into memory)"
-        found = in_child({"kind": "memory", "plain": plain, "tokens": tokens})
-        numbers = (tokens, found["above"], found["before"], found["seconds"])
-        rows.append([name, *(f"{value:,.0f}" for value in numbers)])
-    print(table(["", "response tokens", "additional MB", "MB before", "seconds"], *rows))
-
-
 def main() -> None:
     transformers_logging.disable_progress_bar()
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
@@ -367,9 +299,7 @@ def main() -> None:
     config = tyro.cli(Config)
     print(machine())
     try:
-        if config.memory:
-            compare_memory()
-        elif not compare_speed(config):
+        if not compare_speed(config):
             raise SystemExit(1)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

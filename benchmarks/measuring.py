@@ -3,7 +3,6 @@
 Not covered: measurements on a GPU (gpu_models.py).
 """
 
-import asyncio
 import contextlib
 import os
 import platform
@@ -105,27 +104,6 @@ async def serve(handle, port: int):
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     return runner
-
-
-class FakeServer:
-    """A server whose chat completions take the request's `seconds`, multiplied by `slowness`.
-
-    Args:
-        slots: Number of requests that it works on at the same time.
-    """
-
-    def __init__(self, slots: int, slowness: float):
-        self.slots, self.slowness = asyncio.Semaphore(slots), slowness
-
-    async def handle(self, request):
-        from aiohttp import web
-
-        if request.method == "POST":
-            seconds = (await request.json()).get("seconds", 0.0) * self.slowness
-            if seconds:
-                async with self.slots:
-                    await asyncio.sleep(seconds)
-        return web.json_response({"choices": [{"message": {"content": "\\boxed{-1}"}}]})
 
 
 def cpu_seconds(processes) -> float:
