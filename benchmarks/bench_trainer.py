@@ -21,7 +21,6 @@ function in their process, while in training grpo_trainer.py sends samples to Ra
 bench_reward_loop.py).
 """
 
-import contextlib
 import importlib.util
 import json
 import random
@@ -264,28 +263,20 @@ def check_loss(title: str, job: dict, first: dict) -> bool:
     return same
 
 
-@contextlib.contextmanager
-def tiny_model():
-    """Yield the directory of a Llama of 1 M parameters, and eight prompts for it."""
+def compare_models(config: Config) -> bool:
+    """Compare the trainers on each model. Returns False if a check of the loss fails."""
+    with_trl = importlib.util.find_spec("trl") is not None
     rng = random.Random(0)
     problems = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(8)]
     with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
         tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
         tokenizer.save_pretrained(folder)
         warm_start.new_model(len(tokenizer), seed=0).save_pretrained(folder)
-        yield folder, problems
-
-
-def compare_speed(config: Config) -> bool:
-    with_trl = importlib.util.find_spec("trl") is not None
-    with tiny_model() as (folder, problems):
         jobs = {"A Llama of 1 M parameters": dict(model=folder, prompts=problems, length=64, steps=10)}
         if config.model:
             other = dict(model=config.model, prompts=problems[:2], length=32, steps=2)
             jobs[Path(config.model).name] = other
-        same = []
-        for title, job in jobs.items():
-            same.append(compare(title, job, config.rounds, with_trl))
+        same = [compare(title, job, config.rounds, with_trl) for title, job in jobs.items()]
     if not with_trl:
         print('\nTRL is not installed in this environment; to compare with it, run pip install "trl==1.16.*"')
     return all(same)
@@ -299,7 +290,7 @@ def main() -> None:
     config = tyro.cli(Config)
     print(machine())
     try:
-        if not compare_speed(config):
+        if not compare_models(config):
             raise SystemExit(1)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -127,17 +127,19 @@ def roll_out(learner, samples, length: int):
     return samples
 
 
-def logprobs_of(learner, samples):
-    """Return the log-probabilities of all response tokens, and the entropy estimated from them."""
-    found = {id(sample): logprobs for sample, logprobs in learner.logprobs_of(samples)}
-    logprobs = torch.cat([found[id(sample)] for sample in samples]).cpu()
-    return logprobs, -logprobs.mean().item()
+def logprobs_of(learner, samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the trainer's and the sampler's log-probabilities of all response tokens."""
+    trained, sampled = [], []
+    for sample, logprobs in learner.logprobs_of(samples):
+        trained.append(logprobs.cpu())
+        sampled += sample.rollout_logprobs
+    return torch.cat(trained), torch.tensor(sampled)
 
 
 def difference(learner, samples) -> float:
     """Return the mean absolute difference between sampler and trainer (rollout/logprob_diff)."""
-    sampled = torch.tensor([logprob for sample in samples for logprob in sample.rollout_logprobs])
-    return (logprobs_of(learner, samples)[0] - sampled).abs().mean().item()
+    trained, sampled = logprobs_of(learner, samples)
+    return (trained - sampled).abs().mean().item()
 
 
 def agreement(work: Path, learner, fill):
@@ -204,7 +206,7 @@ def check_precision(work: Path, device=GPU, length=256):
         return metrics, above, [parameter.grad for parameter in learner.model.parameters()]
 
     update()  # This update creates the optimizer's state.
-    (plain, above, gradient), (logprobs, entropy) = update(), logprobs_of(learner, samples)
+    (plain, above, gradient), (logprobs, _) = update(), logprobs_of(learner, samples)
     # Gradient checkpointing also turns off shared prompts in a run.
     shares, learner.model.shares_prompts = learner.model.shares_prompts, False
     learner.config.gradient_checkpointing = True
@@ -216,7 +218,7 @@ def check_precision(work: Path, device=GPU, length=256):
         (exact, _, exact_gradient), (exact_logprobs, _) = update(), logprobs_of(learner, samples)
 
     off = (logprobs - exact_logprobs).abs().mean().item()
-    text = f"{off:.4f} nats apart on average, entropy {entropy:.1f} nats"
+    text = f"{off:.4f} nats apart on average, entropy {-logprobs.mean():.1f} nats"
     yield "bf16 and float32: log-probabilities", off < AGREE, text
     for key in ("actor/loss", "actor/grad_norm"):
         off = abs(plain[key] / exact[key] - 1)

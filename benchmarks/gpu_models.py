@@ -24,10 +24,8 @@ PEAK = {
 }  # dense bf16; the script measures the peak of other GPUs
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "tiny": (64, 128, 2, 4, 2, 512, True),
-    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "0.6b": (1024, 3072, 28, 16, 8, 151936, True),  # Qwen3-0.6B
     "1b": (2048, 6144, 16, 16, 2, 151936, True),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 

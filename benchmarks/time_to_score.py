@@ -62,16 +62,16 @@ class Config:
     threads: int = 1  # Number of CPU threads per side.
 
 
-def write_rows(path: Path, most: int | None, suffix: str, out: Path) -> None:
-    """Write the first rows of a file as JSONL, with this text after the question."""
+def lines_of(path: Path, suffix: str) -> list[str]:
+    """Return a file's rows as lines of JSON, with this text after the question."""
     from prepare_data import read_rows
 
     lines = []
-    for row in read_rows(path)[:most]:
+    for row in read_rows(path):
         if suffix:
             row["prompt"] = [{"role": "user", "content": f"{row['extra_info']['question']} {suffix}"}]
         lines.append(json.dumps(row) + "\n")
-    out.write_text("".join(lines))
+    return lines
 
 
 def rows_of(path: str | Path) -> list[dict]:
@@ -240,19 +240,18 @@ def compare(config: Config, seed: int) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        files = {"train_file": folder / "train.jsonl", "val_file": folder / "val.jsonl"}
-        write_rows(config.train_file, None, config.suffix, files["train_file"])
-        write_rows(config.val_file, config.num_val, config.suffix, files["val_file"])
-        # The prompts of all steps, in the order in which our trainer draws them.
-        drawn = folder / "drawn.jsonl"
-        lines = files["train_file"].read_text().splitlines(keepends=True)
-        drawn.write_text("".join(draw(lines, 0, config.prompts * config.steps, seed)))
+        rows = {"train": lines_of(config.train_file, config.suffix)}
+        rows["val"] = lines_of(config.val_file, config.suffix)[: config.num_val]
+        # TRL gets the prompts of all steps in the order in which our trainer draws them.
+        rows["drawn"] = draw(rows["train"], 0, config.prompts * config.steps, seed)
+        for part, lines in rows.items():
+            (folder / f"{part}.jsonl").write_text("".join(lines))
         commands = {}
         for side in config.sides:
-            job = asdict(config) | files | {"seed": seed, "side": side, "folder": name}
+            job = asdict(config) | {"seed": seed, "side": side, "folder": name}
             job |= {"events": folder / f"{side}.jsonl", "trl": config.trl.expanduser()}
-            if side != "ours":
-                job["train_file"] = drawn
+            train = "train" if side == "ours" else "drawn"
+            job |= {"train_file": folder / f"{train}.jsonl", "val_file": folder / "val.jsonl"}
             path = folder / f"{side}.job"
             path.write_text(json.dumps(job, default=str))
             commands[side] = [sys.executable, __file__, "--worker", str(path)]

@@ -30,6 +30,7 @@ from statistics import fmean, median
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
@@ -46,9 +47,8 @@ LAST = 10  # Some columns summarise the training samples of this many steps.
 # ---- worlds, and what to show of them
 
 DATA = tomllib.loads((FOLDER / "tables.toml").read_text())
-TITLES, COLOURS = DATA["titles"], DATA["colours"]
-WORLDS = {name: tuple(worlds) for name, worlds in DATA["worlds"].items()}
-STANDARD, COMPARED, OWN, SHOP = (WORLDS[name] for name in ("standard", "compared", "own", "shop"))
+TITLES, COLOURS, WORLDS = DATA["titles"], DATA["colours"], DATA["worlds"]
+STANDARD, COMPARED, OWN, SHOP = map(WORLDS.get, ("standard", "compared", "own", "shop"))
 OWN_JUDGES = ("first_judge", "trained_judge")
 CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
 COSTS = ("_cost0", "_cost0.01", "", "_cost0.1")  # ends of names; see cost_of
@@ -223,35 +223,31 @@ def with_same_seeds(runs: list[dict], algorithms: list[str]) -> list[dict]:
 # ---- numbers of one run
 
 
-def smooth(values: list[float]) -> list[float]:
+def smooth(values) -> np.ndarray:
     """Return the mean of each value and the four values before it."""
-    return [fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)]
+    return np.array([fmean(values[max(0, end - 5) : end]) for end in range(1, len(values) + 1)])
 
 
-def first_step(is_reached: list[bool]) -> float:
+def first_step(is_reached: np.ndarray) -> float:
     """Return the first step at which this is true, or infinity."""
-    return is_reached.index(True) + 1 if True in is_reached else math.inf
+    return is_reached.argmax() + 1 if is_reached.any() else math.inf
 
 
 def half_correct(run: dict) -> float:
     """Return the first step at which half of the samples are fully correct (smoothed), or infinity."""
-    return first_step([value >= 0.5 for value in smooth(run["curves"].get("truly_correct", []))])
+    return first_step(smooth(run["curves"].get("truly_correct", [])) >= 0.5)
 
 
 def half_mended(run: dict) -> float:
     """Return the first step at which the smoothed flawed-positive rate has halved, or infinity."""
     half = run["before"]["toy/oracle_flawed_positive_rate/mean@1"] / 2
-    return first_step([value <= half for value in smooth(run["curves"]["oracle_flawed_positive_rate"])])
+    return first_step(smooth(run["curves"]["oracle_flawed_positive_rate"]) <= half)
 
 
-def shares(run: dict) -> dict[str, list[float]]:
+def shares(run: dict) -> dict[str, np.ndarray]:
     """Return the paper's alpha, gamma and beta (appendix A) at each step, as fractions of all samples."""
-    right, sound = run["curves"]["acc"], run["curves"]["truly_correct"]
-    return {
-        "truly correct": sound,
-        "flawed positives": [a - s for a, s in zip(right, sound)],
-        "wrong": [1 - a for a in right],
-    }
+    right, sound = np.array(run["curves"]["acc"]), np.array(run["curves"]["truly_correct"])
+    return {"truly correct": sound, "flawed positives": right - sound, "wrong": 1 - right}
 
 
 def flawed_at(run: dict, step: int) -> float:
@@ -265,8 +261,8 @@ def most_flawed(run: dict) -> float:
 
 def turning_point(run: dict) -> float:
     """Return the first step at which fully correct samples outnumber wrong ones (smoothed), or infinity."""
-    sound, wrong = (smooth(shares(run)[name]) for name in ("truly correct", "wrong"))
-    return first_step([s > w for s, w in zip(sound, wrong)])
+    parts = shares(run)
+    return first_step(smooth(parts["truly correct"]) > smooth(parts["wrong"]))
 
 
 def halfway(run: dict) -> float:
@@ -302,15 +298,15 @@ def cost_of(algorithm: str) -> str:
     return algorithm.partition("_cost")[2] or "0.03"
 
 
-def minus_cost(run: dict, accuracy: float, num_calls: float) -> float:
+def minus_cost(run: dict, accuracy, num_calls):
     """Return the outcome reward minus the cost of the look-ups, whatever the run's own reward."""
     return 2 * accuracy - 1 - float(cost_of(run["algorithm"])) * num_calls
 
 
 def best_earned(run: dict) -> float:
     """Return the mean outcome reward minus cost of the best five consecutive training steps."""
-    curves = zip(run["curves"]["acc"], run["curves"]["calls"])
-    return max(smooth([minus_cost(run, *both) for both in curves])[4:])
+    right, num_calls = np.array(run["curves"]["acc"]), np.array(run["curves"]["calls"])
+    return max(smooth(minus_cost(run, right, num_calls))[4:])
 
 
 # ---- cells: texts about all runs of a row
@@ -545,11 +541,10 @@ def save(figure, name: str, xlabel: str = "step", ylim=(-0.02, 1.02)) -> None:
 
 def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     """Plot the median and the range of the smoothed curves at each step."""
-    columns = list(zip(*map(smooth, curves), strict=True))
-    steps = range(1, len(columns) + 1)
-    axis.plot(steps, list(map(median, columns)), color=colour, linewidth=2, label=label.replace("`", ""))
-    low, high = list(map(min, columns)), list(map(max, columns))
-    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    smoothed = np.array([*map(smooth, curves)])
+    steps = range(1, smoothed.shape[1] + 1)
+    axis.plot(steps, np.median(smoothed, 0), color=colour, linewidth=2, label=label.replace("`", ""))
+    axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
 def plot(axis, title: str, key: str, shown: dict[str, list[dict]], titles: dict[str, str], **font) -> None:

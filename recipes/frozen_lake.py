@@ -171,19 +171,17 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
     table = [["penalty", "seed", "step", *names]]
     for folder in folders:
         config = json.loads((folder / "config.json").read_text())
+        penalty = json.loads(config["reward_kwargs"])["penalty"]
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if "reward/acc" in line]
         for line in lines:
             if "val/frozen_lake/mean@1" not in line:
                 continue
-            some = steps[:1]
-            if line["step"]:
-                some = steps[: line["step"]][-10:]
+            some = steps[: max(line["step"], 1)][-10:]
             values = [line["val/frozen_lake/mean@1"], line["val/frozen_lake/fully_correct/mean@1"]]
             for key in ("reward/acc", "reward/flawed_positive_rate"):
                 values.append(statistics.fmean(step[key] for step in some if key in step))
-            start = [json.loads(config["reward_kwargs"])["penalty"], config["seed"], line["step"]]
-            table.append([*start, *(f"{value:.4f}" for value in values)])
+            table.append([penalty, config["seed"], line["step"], *(f"{value:.4f}" for value in values)])
     with open(path, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(table)
 
