@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import forked
 import rollout
 from genrm_server import Config, VllmServer, resolve_config
 
@@ -139,6 +141,9 @@ def test_help_for_a_reader_who_has_seen_enough(command):
     """This happens in `--help | head -1`."""
     read, write = os.pipe()
     os.close(read)
-    process = start(ROOT, *command, "--help", stdout=write)
-    os.close(write)
-    assert process.communicate()[1] == ""
+    with tempfile.TemporaryFile() as errors:
+        process = forked.Script([*command, "--help"], write, errors)
+        os.close(write)
+        process.wait()
+        errors.seek(0)
+        assert errors.read() == b""
