@@ -120,6 +120,15 @@ def check_files(files: dict[str, str]):
             raise FileChanged(f"{file} has changed since the run began; restore the file or start a new run")
 
 
+def file_id(path: str) -> str | tuple[int, int]:
+    """Return what a file and all links to it have in common. This is faster than to resolve the links."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
+
+
 class UncachedLoader(SourceFileLoader):
     """A loader without Python's cache, which misses an edit of the same size within the same second."""
 
@@ -219,9 +228,10 @@ def local_modules(*folders: Path) -> list[str]:
         if name == "__main__" or not isinstance(spec, ModuleSpec):
             continue
         places = [spec.origin, *(spec.submodule_search_locations or [])]
-        file = Path(next((place for place in places if place), "/"))
-        if "site-packages" in file.parts or file.is_relative_to(STDLIB):
-            continue
+        file = next((place for place in places if place), "/")
+        if "/site-packages/" in file or file.startswith(STDLIB + os.sep):
+            continue  # As paths, thousands of these would take long.
+        file = Path(file)
         if any(file.is_relative_to(folder) for folder in folders):
             names.append(name)
     return names
@@ -269,9 +279,9 @@ class Scorer:
         if len(sys.modules) != self.num_modules:
             self.num_modules = len(sys.modules)
             modules = sys.modules.copy().values()  # A lazy module may raise any error for an attribute.
-            paths = [str(getattr(module, "__dict__", {}).get("__file__")) for module in modules]
-            loaded = {*paths, *map(os.path.realpath, paths)}
-            new = {file: digest for file, digest in self.unchecked.items() if file in loaded}
+            paths = {str(getattr(module, "__dict__", {}).get("__file__")) for module in modules}
+            loaded = set(map(file_id, paths))
+            new = {file: digest for file, digest in self.unchecked.items() if file_id(file) in loaded}
             self.unchecked = {file: digest for file, digest in self.unchecked.items() if file not in new}
             try:
                 check_files(new)

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -968,6 +969,23 @@ def test_the_files_of_a_function_are_those_that_python_would_import(tmp_path):
     (tmp_path / "toy/__init__.py").touch()
     found = set(reward_worker.fingerprints(f"{tmp_path}/rule.py"))
     assert found == {f"{tmp_path}/{name}" for name in ("rule.py", "parts/one.py", "toy/__init__.py")}
+
+
+def test_a_changed_file_is_noticed_behind_a_link(tmp_path, monkeypatch):
+    helper = tmp_path / "there/helper_behind_a_link.py"
+    helper.parent.mkdir()
+    helper.write_text("WEIGHT = 1.0\n")
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.syspath_prepend(str(tmp_path / "link"))
+    code = "def rule(**_):\n    import helper_behind_a_link\n    return helper_behind_a_link.WEIGHT\n"
+    (tmp_path / "rule.py").write_text(code)
+    job = RewardOptions(reward_fn=f"{tmp_path}/rule.py:rule").make_job()
+    job.files |= reward_worker.fingerprints(str(helper))
+    scorer = reward_worker.Scorer(job)
+    helper.write_text("WEIGHT = 100.0\n")
+    with asyncio.Runner() as runner:
+        result = scorer.score_sync(pickle.dumps({}), runner)
+    assert b"there/helper_behind_a_link.py has changed since the run began" in result
 
 
 NAMESAKES = """
