@@ -281,7 +281,10 @@ class Scorer:
             modules = sys.modules.copy().values()  # A lazy module may raise any error for an attribute.
             paths = {str(getattr(module, "__dict__", {}).get("__file__")) for module in modules}
             loaded = set(map(file_id, paths))
-            new = {file: digest for file, digest in self.unchecked.items() if file_id(file) in loaded}
+            new = {}
+            for file, digest in self.unchecked.items():
+                if file in paths or file_id(file) in loaded:  # A file may be replaced between two look-ups.
+                    new[file] = digest
             self.unchecked = {file: digest for file, digest in self.unchecked.items() if file not in new}
             try:
                 check_files(new)
