@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -19,6 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["RAY_ADDRESS"] = "local"
 # It starts workers only when they are needed, and collects no metrics.
 os.environ["RAY_prestart_worker_first_driver"] = os.environ["RAY_enable_metrics_collection"] = "0"
+
+# A background job of a script ignores Ctrl-C, and so would the scripts that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
