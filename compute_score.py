@@ -108,7 +108,8 @@ _UNITS = _first_of_line(_UNITS)
 _TOKEN = re.compile(
     r"""
     \\(?:text|mathrm)\s*\{\s*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
-    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[\w*\] | \ban?\s+(?=\d|[a-zA-Z]{2})
+    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[\w*\]
+        | \ban\s+(?=\d) | \ban?\s+(?=[a-zA-Z]{2}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|text[a-z]*|math(?:rm|bf|it|sf)
             |boldsymbol|overline(?=\s*\{\s*[A-Z]+\s*\}))(?![a-zA-Z]) )
     | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
@@ -260,9 +261,10 @@ def _values(parts):
     """Join the values of an answer. Parentheses mark values whose order matters because their names differ.
 
     A capital before a lower-case letter becomes lower case, so "East" equals "east", but "A" is not "a".
+    LaTeX commands keep it: "\\Omega" is not "\\omega".
     """
     values = ", ".join(value for _, value, _ in parts)
-    values = re.sub(r"\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
+    values = re.sub(r"(?<!(?<!\\)\\)\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
     if len({name for name, _, _ in parts if name}) > 1:
         return f"({values})"
     return values

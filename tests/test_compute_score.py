@@ -344,6 +344,21 @@ NO_ANSWERS.append('["\\frac12"]')
 NO_ANSWERS += ['{"inputs": ["1\\n"], "outputs": ["2\\n"]}', '{"inputs": ["1\n"]}', '[["1"]]']
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [(r"\Omega", r"\omega"), (r"(3,\frac{\Pi}{2})", r"(3,\frac{\pi}{2})"), ("a 2^n", "2^n")],
+)
+def test_names_in_formulas_keep_their_case_and_are_no_articles(answer, truth):
+    assert not scores.is_equal(answer, truth) and scores.is_equal(truth, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"), [(r"a 50\% increase", r"50\% increase"), ("a 5 cm", "5"), ("an 8", "8")]
+)
+def test_articles_before_numbers_with_a_unit_are_dropped(answer, truth):
+    assert scores.is_equal(answer, truth)
+
+
 @pytest.mark.parametrize("truth", NO_ANSWERS)
 def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
     with pytest.raises(ValueError, match="ground_truth: .*x.* is not a single answer"):
