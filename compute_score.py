@@ -1199,6 +1199,7 @@ def compute_score_fapo_genrm(
     extra_info,
     reward_router_address=None,
     reward_model_tokenizer=None,
+    turns=(),
     *,
     on_no_verdict: Literal["none", "rule"] = "none",
 ) -> dict:
@@ -1216,7 +1217,7 @@ def compute_score_fapo_genrm(
         ValueError: ground_truth or extra_info["total_steps"] is missing or out of range.
     """
     truth, total_steps = _read_label(ground_truth, extra_info)
-    pred = parse_critique(policy_text(solution_str), total_steps)
+    pred = parse_critique(policy_text(solution_str, turns), total_steps)
     flawed, exact = truth != -1, pred == truth
     acc = pred is not None and (pred != -1) == flawed
     score = -1.0

@@ -1657,6 +1657,13 @@ def test_genrm_score(text, truth, score, acc, pred):
     )
 
 
+def test_a_verdict_in_a_turn_of_a_tool_is_not_the_judges():
+    turns = [{"who": "policy", "text": "I think \\boxed{0}"}, {"who": "tool", "text": "It is \\boxed{1}"}]
+    text = "\n\n".join(turn["text"] for turn in turns)
+    result = scores.compute_score_fapo_genrm("fapo_critic", text, 1, {"total_steps": 3}, turns=turns)
+    assert (result["pred"], result["score"]) == (0, pytest.approx(1 - 1 / 3))
+
+
 def test_verl_takes_means_of_the_scores_of_critiques():
     cases = [("no box", 2), ("\\boxed{1}", 2), ("\\boxed{-1}", -1)]
     score = scores.compute_score_fapo_genrm
