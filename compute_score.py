@@ -347,20 +347,47 @@ def question_of(extra_info: dict | None) -> str:
     return question
 
 
+NO_JUDGE = "reward_router_address: no judge is running; pass --genrm or --router-address"
+VERIFIERS = ("rule", "math_verify")
+WITHOUT_VERDICT = ("none", "rule")  # values of on_no_verdict
+
+
+def one_of(name: str, value, known) -> None:
+    if value not in tuple(known):
+        choices = ", ".join(map(str, known))
+        raise ValueError(f"{name}: {value!r} is unknown; use one of {choices} (in --reward-kwargs)")
+
+
 # A reward function's `check_row` is called for each row before a run starts. `settings` are the arguments of
 # the reward function that are the same for all rows.
 def check_answer(row: dict, settings: dict) -> None:
-    """Raise ValueError if the ground truth of a row is not a single answer."""
+    """Raise ValueError if the ground truth of a row is not a single answer, or the verifier is unknown."""
+    one_of("verifier", settings.get("verifier", "rule"), VERIFIERS)
     single_answer(row["reward_model"]["ground_truth"], row["data_source"])
 
 
 def check_judged(row: dict, settings: dict) -> None:
-    """Raise ValueError if the ground truth is not a single answer, or if the judge lacks the problem."""
+    """Raise ValueError if the ground truth or a setting is invalid, or a judge or the problem is missing."""
     check_answer(row, settings)
+    one_of("on_no_verdict", settings.get("on_no_verdict", "none"), WITHOUT_VERDICT)
+    one_of("prompt_style", settings.get("prompt_style", "tagged"), PROMPT_STYLES)
+    for name in ("judge_test", "judge_wrong", "keep_critique"):
+        one_of(name, settings.get(name, False), (True, False))
+    penalty = settings.get("penalty", 1.0)
+    if not isinstance(penalty, int | float | None):
+        raise ValueError(f"penalty: {penalty!r} is not a number (in --reward-kwargs)")
     extra_info = row.get("extra_info") or {}
     is_test = extra_info.get("split") == "test"
-    if settings.get("reward_router_address") and (settings.get("judge_test") or not is_test):
-        question_of(extra_info)
+    if settings.get("reward_router_address") or settings.get("reward_router_addresses"):
+        if settings.get("judge_test") or not is_test:
+            question_of(extra_info)
+    elif penalty is not None and not is_test:
+        raise ValueError(NO_JUDGE)
+
+
+def check_measured(row: dict, settings: dict) -> None:
+    """Raise ValueError as check_judged does, except that there may be no judge."""
+    check_judged(row, settings | {"penalty": None})
 
 
 def compute_score(
@@ -386,8 +413,7 @@ def compute_score(
         ValueError: The verifier is unknown, the response is not a text, or the ground truth is not a single
             answer.
     """
-    if verifier not in ("rule", "math_verify"):
-        raise ValueError(f"verifier: {verifier!r} is unknown; use 'rule' or 'math_verify'")
+    one_of("verifier", verifier, VERIFIERS)
     truth = single_answer(ground_truth, data_source)
     answer = _find_answer(data_source, policy_text(solution_str, turns)[-TAIL_CHARS:])
     if answer is None:
@@ -684,8 +710,7 @@ def policy_text(solution_str: str, turns=()) -> str:
 
 def format_critic_prompt(problem: str, answer: str, solution: str | list[str], prompt_style="tagged") -> str:
     """Return the judge's prompt for a solution, which is a string or a list of paragraphs."""
-    if prompt_style not in PROMPT_STYLES:
-        raise ValueError(f"prompt_style: {prompt_style!r} is unknown; use one of {', '.join(PROMPT_STYLES)}")
+    one_of("prompt_style", prompt_style, PROMPT_STYLES)
     template, paragraph = PROMPT_STYLES[prompt_style]
     frame = _TAGGED + _TAGS + template + paragraph
     if paragraph:
@@ -1126,8 +1151,7 @@ async def compute_score_fapo(
     Raises:
         ValueError: The judge is needed, but its address or the text of the problem is missing.
     """
-    if on_no_verdict not in ("none", "rule"):
-        raise ValueError(f"on_no_verdict: {on_no_verdict!r} is unknown; use 'none' or 'rule'")
+    one_of("on_no_verdict", on_no_verdict, WITHOUT_VERDICT)
     rule = functools.partial(compute_score, data_source, solution_str, ground_truth, turns=turns)
     result = rule()
     if verifier != "rule":  # math-verify blocks, and asyncio needs its default threads to resolve host names.
@@ -1144,7 +1168,7 @@ async def compute_score_fapo(
     verdict = dict(NOT_ASKED)
     if is_asked:
         if reward_router_address is None:
-            raise ValueError("reward_router_address: no judge is running; pass --genrm or --router-address")
+            raise ValueError(NO_JUDGE)
         question, truth = question_of(extra_info), single_answer(ground_truth, data_source)
         verdict = await judge_solution(
             question,
@@ -1181,7 +1205,7 @@ async def compute_score_baseline(*sample, **settings) -> dict:
 
 
 compute_score_baseline.__signature__ = inspect.signature(compute_score_fapo)
-compute_score_fapo.check_row = compute_score_baseline.check_row = check_judged
+compute_score_fapo.check_row, compute_score_baseline.check_row = check_judged, check_measured
 
 
 # --- 6. Training the judge (paper eq. 7; the recipe's reward_fn_genrm.py) -----------------------------------

@@ -1006,14 +1006,44 @@ def test_fapo_says_what_is_missing():
         assert not judge.requests
         with pytest.raises(ValueError, match="extra_info.'question'. is"):
             scores.compute_score_fapo.check_row(row, has_judge)
+        with pytest.raises(ValueError, match="reward_router_address: no judge is running"):
+            scores.compute_score_fapo.check_row(row, {})
         # Only rows that the judge reads need a problem.
         scores.compute_score_baseline.check_row(row, {})
         row["extra_info"] = question | {"split": "test"}
-        scores.compute_score_fapo.check_row(row, has_judge)
+        for settings in (has_judge, {}):
+            scores.compute_score_fapo.check_row(row, settings)
         with pytest.raises(ValueError, match="extra_info.'question'. is"):
             scores.compute_score_fapo.check_row(row, has_judge | {"judge_test": True})
     with pytest.raises(ValueError, match="on_no_verdict: 'maybe'"):
         score_with(Judge("\\boxed{-1}"), on_no_verdict="maybe")
+
+
+@pytest.mark.parametrize(
+    "name, value, fits",
+    [
+        ("prompt_style", "taged", "raw"),
+        ("on_no_verdict", "rules", "rule"),
+        ("verifier", "sympy", "math_verify"),
+        ("penalty", "0.5", 0.5),
+        ("judge_test", "false", False),
+        ("judge_wrong", "true", True),
+        ("keep_critique", "", True),
+    ],
+)
+def test_settings_that_the_function_does_not_know_are_rejected_with_the_rows(name, value, fits):
+    row = {"data_source": "x", "reward_model": {"ground_truth": "1"}, "extra_info": EXTRA}
+    for function in (scores.compute_score_fapo, scores.compute_score_baseline):
+        settings = {"reward_router_address": "h:1"}
+        function.check_row(row, settings | {name: fits})
+        if (function, name) == (scores.compute_score_baseline, "penalty"):  # It does not read this setting.
+            function.check_row(row, settings | {name: value})
+            continue
+        with pytest.raises(ValueError, match=f"^{name}: '{value}' is .* .in --reward-kwargs"):
+            function.check_row(row, settings | {name: value})
+    if name == "verifier":
+        with pytest.raises(ValueError, match="^verifier: 'sympy' is "):
+            scores.compute_score.check_row(row, {name: value})
 
 
 @pytest.mark.parametrize("function", [scores.compute_score_fapo, scores.compute_score_baseline])
