@@ -72,7 +72,7 @@ MADE = {
     "no-answer": {"reward/groups_with_spread": 0.1},
     "no-verdict": {"reward/no_verdict": 0.3},
     "judge-failures": {"genrm/error_rate": 0.4, "reward/no_verdict": 0.05},
-    "slow-judge": {"time/reward_wait": 90.0, "time/step": 200.0},
+    "slow-judge": {"time/reward_wait": 90.0, "time/step": 200.0, "genrm/asked": 128},
     "policy-mismatch": {"rollout/logprob_diff": 0.1},
     "accuracy-collapse": {"reward/acc": 0.2},
     "length-growth": {"response_length/mean": 70.0, "reward/acc": 0.5},
@@ -260,13 +260,22 @@ def test_half_of_the_keys_of_an_audit_end_no_run():
     assert diagnose.audit([about | {"reward/audited": 0.08}])[0] == 0.1  # none of eight, with Laplace's rule
 
 
-def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too():
+@pytest.mark.parametrize("acc, asked, rings", [(0.03, 128, False), (0.2, 128, True), (0.2, 26, True)])
+def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too(acc, asked, rings):
     """With judge_wrong, all 128 samples of a step are judged, even if few of them are correct."""
-    for acc, rings in ((0.03, False), (0.2, True)):
-        about = {"reward/mean": -0.9, "reward/acc": acc, "genrm/asked": 128}
+    for length in ({}, {"perf/tokens": 1280, "response_length/mean": 10.0}):
+        if asked < 128 and not length:  # Then the number of samples is unknown.
+            continue
+        about = {"reward/mean": -0.9, "reward/acc": acc, "genrm/asked": asked} | length
         for rate, name in ((1.0, "judge-rejects-all"), (0.0, "judge-accepts-all")):
             about["reward/flawed_positive_rate"] = rate
             assert (name in named([{"step": step} | about for step in range(1, 21)])) == rings
+
+
+def test_a_slow_reward_function_without_a_judge_is_no_slow_judge():
+    lines = [{"step": step, "reward/mean": 0.5, "time/reward_wait": 90.0} for step in range(1, 9)]
+    assert "slow-judge" not in named(lines)
+    assert "slow-judge" in named([line | {"genrm/asked": 128} for line in lines])
 
 
 def test_chance_is_no_fall():

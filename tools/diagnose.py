@@ -135,8 +135,8 @@ RULES = [
     (
         "slow-judge",
         3,
-        ["time/reward_wait > 60"],
-        "use --genrm-servers 2, a smaller genrm_max_tokens, or --overlap",
+        ["time/reward_wait > 60", "genrm/asked > 0"],
+        "start more servers for the judge, or lower genrm_max_tokens",
     ),
     # At least 160 correct answers were judged. The FAPO paper finds flaws in 20 to 40 % of correct answers.
     (
@@ -260,7 +260,8 @@ def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) 
     if "rollout/called" in newest:
         numbers["calls/ever"] = called_ever
     # This is an upper bound because wrong answers may be judged as well (judge_wrong).
-    numbers["judged_right"] = newest.get("genrm/asked", 0) * newest.get("reward/acc", 0)
+    asked = newest.get("genrm/asked", 0)
+    numbers["judged_right"] = min(asked, newest.get("reward/acc", 0) * samples_of(newest, asked))
     share, error = audit(lines)
     numbers["audit_flawed/surely"] = share - 3 * error
     numbers["audit_flawed/unseen"] = share - 2 * newest.get("reward/flawed_positive_rate", 0)
@@ -301,6 +302,13 @@ def lost_accuracy(lines: list[dict]) -> dict[str, float]:
     return {"accuracy/lost": lost / means[0], "accuracy/lost_in_errors": lost / error}
 
 
+def samples_of(line: dict, unknown=0) -> float:
+    """Return the number of samples of a step, or `unknown` if its metrics do not tell."""
+    if not line.keys() >= {"perf/tokens", "response_length/mean"}:
+        return unknown
+    return line["perf/tokens"] / line["response_length/mean"]
+
+
 def audit(lines: list[dict]) -> tuple[float, float]:
     """Return the fraction of accepted answers that a second judge calls flawed, and its standard error.
 
@@ -311,7 +319,7 @@ def audit(lines: list[dict]) -> tuple[float, float]:
     flawed = 1
     for line in lines[-20:]:
         if "reward/audited" in line:
-            count = line["reward/audited"] * line["perf/tokens"] / line["response_length/mean"]
+            count = line["reward/audited"] * samples_of(line)
             asked += count
             flawed += count * line.get("reward/audit_flawed", 0)  # missing in steps without audits
     share = flawed / asked
