@@ -27,10 +27,10 @@ How the router reacts when a server fails:
                                 other server is healthy.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 A server does not join if its /v1/models lists other models than that of the first server (--mixed-models).
-No request is sent twice to a living server. A server returns to the rotation when its /health responds again.
-(--health-path may name another path than /health.) If a client disconnects, the server stops working on the
-request. Requests with the same X-Session-Id header go to the same server while it is healthy, regardless of
---policy.
+No POST request is sent twice to a living server. A server returns to the rotation when its /health responds
+again. (--health-path may name another path than /health.) If a client disconnects, the server stops working
+on the request. Requests with the same X-Session-Id header go to the same server while it is healthy,
+regardless of --policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
 curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
 Standalone: imports nothing from this repository. genrm_server.py runs SglangGenerate inside vLLM, as a
@@ -139,9 +139,14 @@ def clean_url(text) -> str:
 
 
 def read_key(given: str, variable: str) -> str:
-    """Return the nonempty keys in `given`, or else in the environment variable, joined by commas."""
-    keys = (given or os.environ.get(variable, "")).split(",")
-    return ",".join(key.strip() for key in keys if key.strip())  # A key file may end with a newline.
+    """Return the nonempty keys in `given`, or else in the environment variable, joined by commas.
+
+    Raises ValueError if a key contains white space. (A key file may end with a newline.)
+    """
+    keys = [key.strip() for key in (given or os.environ.get(variable, "")).split(",")]
+    if re.search(r"\s", "".join(keys)):
+        raise ValueError(f"{variable} or its flag: a key contains white space; separate keys by commas")
+    return ",".join(filter(None, keys))
 
 
 def address_of(host: str, port) -> str:

@@ -258,6 +258,13 @@ def test_cores_are_shared_out():
     assert split_evenly([7], 3) == [[7], [7], [7]]
 
 
+def test_a_key_with_white_space_is_rejected_without_being_shown(stand_in, monkeypatch):
+    monkeypatch.setenv("ROUTER_API_KEY", "old\ns3cret")  # a key file with two lines
+    with pytest.raises(ValueError, match="ROUTER_API_KEY .*white space") as error:
+        ModelServers(settings(stand_in))
+    assert "s3cret" not in str(error.value)
+
+
 def test_cpu_servers(stand_in, monkeypatch):
     monkeypatch.setenv("ROUTER_API_KEY", "old,s3cret\n")  # as in a key file; the servers get the new one
     config = settings(
