@@ -780,8 +780,8 @@ async def _open_session():
     """Yield a session. asyncio.run closes it, because it ends all generators of its event loop."""
     headers = {}
     # A judge on another machine may require a key. The key comes from the environment to keep it out of
-    # configs and logs. `strip` removes the newline at the end of a key file.
-    key = os.environ.get("ROUTER_API_KEY", "").strip()
+    # configs and logs. Of several keys, the last is the newest. A key file may end in a newline.
+    key = os.environ.get("ROUTER_API_KEY", "").strip(", \n").rpartition(",")[2].strip()
     if key:
         headers["Authorization"] = f"Bearer {key}"
     async with aiohttp.ClientSession(

@@ -326,7 +326,8 @@ class RewardLoopManager:
         reward_models: the cluster.placement.RewardModelManager that has started the models of options.genrm.
         overlong: a function that maps the length of a response to its penalty (<= 0). Samples then need
             `response_length`, in tokens.
-    Raises ValueError if an option is invalid, and RuntimeError if a worker does not start.
+    Raises ValueError if an option is invalid, and RuntimeError if a worker does not start or the router
+    rejects the key.
     """
 
     def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
@@ -338,7 +339,7 @@ class RewardLoopManager:
         self.reward_models = reward_models
         self.overlong = overlong
         # If another shell started Ray, workers lack this variable, so they get the key as an argument.
-        self._key = os.environ.get("ROUTER_API_KEY", "").strip()  # A key file may end in a newline.
+        self._key = router_key()
         self.max_in_flight = options.max_in_flight or 2048
         if addresses and not options.max_in_flight:
             address = next(iter(addresses.values()))
@@ -635,14 +636,29 @@ class RewardLoopManager:
             log.warning(text)
 
 
+def router_key() -> str:
+    """Return the key for the router. If it accepts several, the environment variable ends with the newest.
+
+    Raises ValueError if the key contains white space.
+    """
+    key = os.environ.get("ROUTER_API_KEY", "").strip(", \n").rpartition(",")[2].strip()
+    if re.search(r"\s", key):  # An HTTP library would show the key in its error.
+        raise ValueError("ROUTER_API_KEY: a key contains white space; separate keys by commas")
+    return key
+
+
 def get_json(address: str, path: str, timeout: float):
-    """Return the JSON at this address. Raise OSError, HTTPException or ValueError if there is none."""
-    key = os.environ.get("ROUTER_API_KEY", "").strip()
+    """Return the JSON at this address. Raise OSError, HTTPException or ValueError if there is none.
+
+    Raises RuntimeError if the router rejects the key.
+    """
     connection = http.client.HTTPConnection(address, timeout=timeout)
     try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+        connection.request("GET", path, headers={"Authorization": f"Bearer {router_key()}"})
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace")
+        if answer.status == 401:
+            raise RuntimeError(f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY")
         if answer.status != 200:
             raise ValueError(f"status {answer.status}: {text:.200}")
         return json.loads(text)
@@ -657,7 +673,7 @@ def count_servers(address: str) -> int:
     except OSError as error:
         log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
         return 1
-    except (http.client.HTTPException, ValueError, LookupError, TypeError):
+    except (http.client.HTTPException, RuntimeError, ValueError, LookupError, TypeError):
         return 1
 
 

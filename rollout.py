@@ -284,7 +284,7 @@ def open_session(servers, rollout_batch_size) -> aiohttp.ClientSession:
     limit = min(rollout_batch_size * config.num_servers, MAX_CONNECTIONS)
     return aiohttp.ClientSession(
         f"http://{servers.service.router_address}",
-        headers={"Authorization": f"Bearer {config.api_key}"},
+        headers={"Authorization": f"Bearer {config.api_key.rpartition(',')[2]}"},
         # No time limit here: requests may wait long for a connection, and the router has its own limit.
         connector=aiohttp.TCPConnector(limit=limit),
         timeout=aiohttp.ClientTimeout(),

@@ -78,7 +78,7 @@ def shared(local_ray):
             patience = 4.0 if function == "async_fault" else 60.0  # some tests use functions that hang
             options = dict(num_workers=2, sync_processes=1, timeout=patience)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("ROUTER_API_KEY", "s3cret\n")  # for a test below
+                patch.setenv("ROUTER_API_KEY", "old,s3cret\n")  # for a test below
                 managers[function] = make_manager(reward_fn=f"{FAULTS}:{function}", **options)
         return managers[function]
 
@@ -1086,6 +1086,22 @@ def tokenizer(tmp_path_factory):
     return str(folder)
 
 
+def test_a_router_that_rejects_the_key_ends_the_start(serve, monkeypatch):
+    async def locked(request):
+        return web.Response(status=401)
+
+    monkeypatch.setenv("ROUTER_API_KEY", "old,wrong,\n")
+    server = serve(locked)
+    options = dict(reward_fn="compute_score.py:compute_score_fapo", router_address=(server.address,))
+    with pytest.raises(RuntimeError, match=f"{server.address}: wrong or missing key; set ROUTER_API_KEY"):
+        make_manager(**options)
+    assert server.keys == {"Bearer wrong"}
+    monkeypatch.setenv("ROUTER_API_KEY", "old\ns3cret")
+    with pytest.raises(ValueError, match="ROUTER_API_KEY: a key contains white space") as error:
+        make_manager(**options)
+    assert "s3cret" not in str(error.value)
+
+
 async def classifier(request):
     """Score a text by its length."""
     body = await request.json()
@@ -1094,7 +1110,7 @@ async def classifier(request):
 
 @pytest.mark.slow
 def test_discriminative_model_without_a_function(serve, tokenizer, monkeypatch):
-    monkeypatch.setenv("ROUTER_API_KEY", "s3cret\n")
+    monkeypatch.setenv("ROUTER_API_KEY", "old,s3cret\n")
     server = serve(classifier)
     options = {
         "router_address": (server.address,),

@@ -162,11 +162,12 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     script, tries, tokens, monkeypatch
 ):
     """Use a scripted HTTP server: half a response, an error, a response, and one that ends too soon."""
-    asked, left = [], list(script)
+    asked, left, keys = [], list(script), set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            keys.add(self.headers["Authorization"])
             asked.append((self.path, body))
             act = left.pop(0)
             self.send_response(int(act) if act.isdigit() else 200)
@@ -187,7 +188,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
-    config = SimpleNamespace(api_key="", num_servers=1)
+    config = SimpleNamespace(api_key="old,new", num_servers=1)
     servers = SimpleNamespace(
         service=SimpleNamespace(router_address=f"127.0.0.1:{http.server_port}", config=config),
         check=lambda: None,
@@ -205,7 +206,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         else:
             rollout.rollout_vllm(servers, [sample], **settings)
             assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
-        assert asked == [ASKED[tokens]] * tries
+        assert asked == [ASKED[tokens]] * tries and keys == {"Bearer new"}
     finally:
         http.shutdown()
         http.server_close()
