@@ -177,11 +177,17 @@ def read_samples(config: Config, job) -> list[dict]:
 def run(config: Config):
     """Score the file. Raise ValueError or OSError for invalid input, RuntimeError for too few scores."""
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # results so far
-    if config.resume and config.out.exists() and not partial.exists():
-        print(f"{config.out} is already complete; to score all rows again, run without --resume")
-        return
     job = config.make_job()
     rows = read_samples(config, job)
+    if config.resume and config.out.exists() and not partial.exists():
+        scored = read_rows(config.out, ["response"])
+        if [row["response"] for row in scored] != [row["response"] for row in rows]:
+            raise ValueError(f"--resume: {config.out} has scores of other responses; run without --resume")
+        print(
+            f"{config.out} already has a score for each response, perhaps of another function or judge; "
+            "to score them again, run without --resume"
+        )
+        return
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "reward_fn": config.reward_fn,
         # The arguments may contain keys, so the file gets only their digest.

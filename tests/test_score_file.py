@@ -401,11 +401,23 @@ def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
         reward_fn=f"{FAULTS}:sync_fault",
         num_workers=1,
     )
-    config.out.write_text("all that was scored")
-    score_file.run(dataclasses.replace(config, resume=True))
+    write_jsonl(
+        config.out, [sample("one") | {"reward_score": 0.5, "status": "ok", "reward_extra_info": "{}"}]
+    )
+    before = config.out.read_text()
+    again = dataclasses.replace(config, resume=True)
+    score_file.run(again)
     said = capsys.readouterr().out
-    assert f"{config.out} is already complete" in said and "scored 1" not in said
-    assert config.out.read_text() == "all that was scored"
+    assert f"{config.out} already has a score for each response" in said and "scored 1" not in said
+    assert config.out.read_text() == before
+    other = write_jsonl(tmp_path / "others.jsonl", [sample("two")])
+    for changes, message in (
+        ({"data": other}, "--resume: .*scored.jsonl has scores of other responses"),
+        ({"reward_fn": f"{FAULTS}:nothing"}, "nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score_file.run(dataclasses.replace(again, **changes))
+    assert config.out.read_text() == before
 
 
 @pytest.mark.slow
