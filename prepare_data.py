@@ -8,7 +8,7 @@
 Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
 
     data_source  a string, which is part of the names of metrics: val/<data_source>/...
-    ability      "Math", "General" or "math_critic"
+    ability      "Math", "General", "Reasoning" or "math_critic"
     prompt       [{"role": "user", "content": str}]
     reward_model {"style": "rule", "ground_truth": str}; in judge rows the ground truth is an integer: the
                  index of the first wrong paragraph, or -1
@@ -598,6 +598,8 @@ def prepare(config: Config) -> dict[str, int]:
                 f"--tasks reasoning_gym:{name}: occurs twice; pass it once, or use a separate "
                 "--out-dir for each run"
             )
+    if "toy" in config.tasks and {"critic", "all"} & set(config.tasks):
+        raise ValueError("--tasks: toy and critic (in all) write files of the same name; use two --out-dirs")
     config.out_dir = config.out_dir.expanduser()
     try:
         config.out_dir.mkdir(parents=True, exist_ok=True)

@@ -587,6 +587,10 @@ def test_validate_rows(real, file, field, value):
             {"tasks": ["aime24"], "out_dir": Path(__file__)},
             f"--out-dir {__file__}: File exists; pass another directory",
         ),
+        (
+            {"tasks": ["toy", "critic"]},
+            "--tasks: toy and critic .in all. write files of the same name; use two --out-dirs",
+        ),
         ({"tasks": []}, "--tasks: there is nothing to convert; name a task"),
         ({"tasks": ["all"], "source_dir": REPO / "docs"}, "--tasks: there is nothing to convert; .*add its"),
     ],
