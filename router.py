@@ -297,7 +297,12 @@ class Router:
         for worker, health in zip(workers, await asyncio.gather(*checks)):
             self.note_health(worker, *health)
         self.poller = asyncio.create_task(self.poll_forever())
-        await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
+        try:
+            await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
+        except OSError as error:
+            where = f"--host {config.host} --port {config.port}"
+            why = error.strerror.rpartition("): ")[2]  # asyncio repeats the address.
+            raise OSError(f"{where}: cannot open this port ({why}); pass another --port or --host") from None
         warn_if_open(config.host, self.api_key, say)
         return self.runner.addresses[0][1]
 

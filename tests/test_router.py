@@ -1600,7 +1600,7 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
                 Router(Config(**settings))
             assert "\n" not in str(refused.value)
         commands = (
-            (["--port", str(port)], f"{port}): address already in use"),
+            (["--port", str(port)], f"--port {port}: cannot open this port (address already in use)"),
             (["--workers", "http://", "--queue-timeout", "inf"], "http://10.0.0.2:8000"),
         )
         for arguments, expected in commands:
