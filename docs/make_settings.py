@@ -27,7 +27,7 @@ page.
 """
 OTHERS = {
     "score_file": "Scores a file of responses. It also accepts the settings in the groups\n"
-    "[Rewards](#reward) and [Judge](#judge), except `--reward-mode`.",
+    "[Reward](#reward) and [Judge](#judge), except `--reward-mode`.",
     "genrm_server": "Serves a reward model with vLLM servers behind a router.",
     "router": "Provides one HTTP address for servers that are already running.",
     "prepare_data": "Writes data sets as Parquet files.",
@@ -89,12 +89,12 @@ def page() -> str:
             parts.append(f"### {group.capitalize()}\n\n{table(trainer, fields)}\n")
     for script, about in OTHERS.items():
         config = importlib.import_module(script).Config
-        inherited = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}
-        if issubclass(config, trainer):
-            inherited = {field.name for field in dataclasses.fields(trainer)}
-        if not issubclass(config, reward_loop.RewardOptions):
-            inherited = set()
-        fields = [field for field in dataclasses.fields(config) if field.name not in inherited]
+        known = set()  # (name, default) of the settings that the trainer's tables list
+        if issubclass(config, reward_loop.RewardOptions):
+            known = {(field.name, default_of(field)) for field in dataclasses.fields(trainer)}
+        fields = [
+            field for field in dataclasses.fields(config) if (field.name, default_of(field)) not in known
+        ]
         path = script.replace(".", "/") + ".py"
         parts.append(f"## `{path}`\n\n{about}\n\n{table(config, fields)}\n")
     return "\n".join(parts)
