@@ -4,8 +4,9 @@
 
 The policy and the judge are the toy world's shipped models. Each step prints three fractions: the correct
 answers, and how many of these have a wrong step according to the judge and to an exact checker (the oracle).
-The judge is not trained yet and overlooks most wrong steps; training does not use the oracle. grpo_trainer.py
-computes the same rewards and advantages, and adds exact resuming, evaluation, logs, more judges and GPUs.
+The judge is not trained yet and overlooks half of the flawed solutions; training does not use the oracle.
+grpo_trainer.py computes the same rewards and advantages, and adds exact resuming, evaluation, logs, more
+judges and GPUs.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 # Trains in the second world, which has no planted flaws, from one of the three shipped checkpoints. The forty
 # steps take two minutes on a core with AVX-512. Additional flags override the flags in this recipe, so you can
 # compare your own reward function or advantage with the results in docs/evidence.md.
-#   bash recipes/second_world.sh 0 outputs/own0_fapo             # FAPO from checkpoint 0, with the oracle as the judge
-#   bash recipes/second_world.sh 1 outputs/own1_mine --seed 2 --reward-fn mine.py:score --advantage mine
+#   bash recipes/second_world.sh 1 outputs/own1_fapo             # FAPO from checkpoint 1, with the oracle as the judge
+#   bash recipes/second_world.sh 1 outputs/own1_mine --seed 2 --reward-fn mine.py:score --advantage mine.py:credit
 #   python -m toy.report --runs outputs/own1_fapo outputs/own1_mine    # compares several runs in a table
 source "$(dirname "$0")/toy_runs.sh"
 [[ ${1:-} == [012] && -n ${2:-} ]] || {

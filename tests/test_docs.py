@@ -391,12 +391,12 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     least, *_, most = ends["fapo_judge"]
     assert f"the nine runs end between {least:.2f} and {most:.2f})" in text
     assert f"they rise to {listed(oracle)}, so" in text
-    sides = "{:.2f} and {:.2f}, and with the oracle between {:.2f} and {:.2f}."
+    sides = "{:.2f} and {:.2f}, and the oracle's between {:.2f} and {:.2f}."
     sides = sides.format(least, most, ends["fapo"][0], ends["fapo"][-1])
     ranking = " ".join((ROOT / "LEADERBOARD.md").read_text().split())
     assert f"its nine runs end between {sides}" in ranking
     part = [one / other for one, other in zip(after, oracle)]
-    assert f"reaches {listed(part)} of the oracle's results" in text
+    assert f"reaches {listed(part)} times the oracle's results" in text
     every = sum(count for (_, place), count in found["fapo_judge"].items() if place == 2)
     assert f"read {every:,} correct answers" in text
     judge = "fapo_judge"
@@ -410,9 +410,11 @@ def test_the_numbers_on_the_judge_of_the_world_with_a_tool(evidence):
     assert f"all {found[judge]['made_up', 2]} made-up prices and {of(judge, 'wrong_sum')} wrong sums" in text
     assert found[judge]["made_up", 0] == found[judge]["made_up", 2]
     assert f"but only {of(judge, 'other')} other look-ups" in text
-    assert f"fully correct answers end at {listed(medians[judge, 'after'])}" in text
     least, *_, most = others[judge]
-    assert f"such flaws at {least:.2f} to {most:.2f} of the answers" in text
+    ends = (
+        f"{least:.2f} to {most:.2f} of their answers have such a flaw, and {listed(medians[judge, 'after'])}"
+    )
+    assert f"At the end, {ends} are fully correct." in text
     assert f"With the present judge, at most {others['fapo_judge'][-1]:.2f} of the answers" in text
     (judge,) = evidence.of(runs, "trained_judge", "shop_judge")
     for name, told in ("recall", "rows changes"), ("sound_kept", "it accepts"):
@@ -467,9 +469,9 @@ def test_the_numbers_on_small_costs_in_the_world_with_a_tool(evidence, costly):
     assert "go from 0.28 to {:.2f} and {:.2f} instead of 0.00".format(*ends) in text
     assert "{} against {} at a cost of 0.003, and {} against {} at 0.01".format(*earned) in text
     before, small, _, large = wrong_sums
-    rise = f"from {before:.2f} to {small:.2f} of all answers at a cost of 0.003, and to {large:.2f} at 0.01"
+    rise = f"from {before:.2f} to {small:.2f} (cost 0.003) and {large:.2f} (cost 0.01) of all answers"
     left = "{:.2f} and {:.2f} of all answers still contain a made-up price".format(*made_up)
-    assert f"such answers rise {rise}, and {left}." in text
+    assert f"such answers rise {rise}. At these costs, {left}." in text
     assert [run["world"] for run in fell] == ["shop2"] * 3
     assert "In three of these 18 runs, all from checkpoint 2, the fully correct answers fall" in text
     before, after = min((middle_of([run]), middle_of([run], when="before")) for run in fell)[::-1]
