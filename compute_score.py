@@ -1262,8 +1262,12 @@ def _read_label(ground_truth, extra_info):
         truth, total_steps = whole_number(ground_truth), whole_number(extra_info["total_steps"])
     except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise ValueError(f"ground_truth and extra_info['total_steps'] must be integers: {error!r}") from error
+    if total_steps < 1:
+        raise ValueError(f"extra_info['total_steps']: {total_steps} must be at least 1")
     if not -1 <= truth < total_steps:
-        raise ValueError(f"ground_truth: {truth} must be between -1 and {total_steps - 1} (total_steps - 1)")
+        raise ValueError(
+            f"ground_truth: {truth} must be between -1 and total_steps - 1, which is {total_steps - 1}"
+        )
     return truth, total_steps
 
 

@@ -934,12 +934,12 @@ def test_time_limit_and_chat_settings_reach_the_judge(function):
 
     async def main():
         async with judge.running():
-            settings = dict(genrm_timeout_s=0.3, genrm_chat_kwargs=thinking)
+            settings = dict(genrm_timeout_s=1.0, genrm_chat_kwargs=thinking)
             asked = function("math-dapo", RIGHT, "42", EXTRA, judge.address, None, **settings)
             return await asyncio.wait_for(asked, 30)
 
     result = asyncio.run(main())
-    assert result["genrm_status"] == "timeout" and "within 0.3 s" in result["genrm_error"]
+    assert result["genrm_status"] == "timeout" and "within 1 s" in result["genrm_error"]
     assert [request["chat_template_kwargs"] for request in judge.requests] == [thinking]
 
 
@@ -1712,15 +1712,17 @@ def test_verl_takes_means_of_the_scores_of_critiques():
         (1, {"total_steps": 2.5}),
         (1, {"total_steps": float("inf")}),
         (1.5, {"total_steps": 3}),
+        (-1, {"total_steps": 0}),
     ],
 )
 def test_genrm_score_needs_its_numbers(truth, extra_info):
+    message = "total_steps.*at least 1" if truth == -1 else "ground_truth"
     row = {"reward_model": {"ground_truth": truth}, "extra_info": extra_info}
     for call in (
         lambda: scores.compute_score_fapo_genrm("fapo_critic", "\\boxed{1}", truth, extra_info),
         lambda: scores.compute_score_fapo_genrm.check_row(row, {}),
     ):
-        with pytest.raises(ValueError, match="ground_truth"):
+        with pytest.raises(ValueError, match=message):
             call()
 
 
