@@ -396,10 +396,10 @@ def loss_function(options) -> tuple[Callable, dict]:
     """Return the function of --loss and its settings.
 
     The function gets four B x T tensors and its settings: log-probabilities, their differences from the old
-    log-probabilities, advantages (B x 1 if all tokens share theirs) and the mask of the policy's tokens. It
-    returns the loss of each token or, if it clips, a pair: the losses and whether each token was clipped.
-    The loss of a sequence must not depend on other sequences, because any split of a mini-batch must give
-    the same sum. The settings are those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
+    log-probabilities, advantages and the mask of the policy's tokens. It returns the loss of each token or,
+    if it clips, a pair: the losses and whether each token was clipped. The loss of a sequence must
+    not depend on other sequences, because any split of a mini-batch must give the same sum. The settings
+    are those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
 
     Raises:
         ValueError: The function cannot be loaded.
@@ -504,7 +504,7 @@ def check_loss(options) -> str:
     logprobs, log_ratio = torch.randn(2, 3, 4, generator=generator)
     log_ratio.requires_grad_()
     logprobs = logprobs + log_ratio
-    advantages = torch.tensor([[1.0], [-1.0], [2.0]])
+    advantages = torch.tensor([[1.0], [-1.0], [2.0]]).expand(3, 4)
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 1, 0]])
     inputs = [logprobs * mask, log_ratio * mask, advantages, mask]
 
