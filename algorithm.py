@@ -329,14 +329,13 @@ def compute_policy_loss(
         loss: A name in LOSSES, or a function (see loss_function).
         rollout_logprobs: The log-probabilities that the sampler reported, B x T; needed for tis_cap.
         tis_cap: Truncated importance sampling: each token is weighted by min(exp(old - rollout), tis_cap).
-        settings: Arguments of the loss, such as clip_low, clip_high and clip_c; None: the loss's own default.
+        settings: Arguments of the loss, such as clip_low, clip_high and clip_c.
 
     Returns:
         The loss, and sums (tensors) to add up over micro-batches, such as the number of clipped tokens. That
         number is absent if the loss does not clip.
     """
     compute = LOSSES.get(loss, loss)
-    settings = {name: value for name, value in settings.items() if value is not None}
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     mask = mask.to(logprobs.dtype)
