@@ -391,14 +391,14 @@ def advantage_function(options) -> Callable:
     return partial(named_function("advantage", options.advantage), **json.loads(options.advantage_kwargs))
 
 
-def loss_function(options) -> tuple[Callable, dict]:
-    """Return the function of --loss and its settings.
+def loss_function(options) -> Callable:
+    """Return the function of --loss with its settings, so that only the tensors are missing.
 
     The function gets four B x T tensors and its settings: log-probabilities, their differences from the old
     log-probabilities, advantages and the mask of the policy's tokens. It returns the loss of each token or,
-    if it clips, a pair: the losses and whether each token was clipped. The loss of a sequence must
-    not depend on other sequences, because any split of a mini-batch must give the same sum. The settings
-    are those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
+    if it clips, a pair: the losses and whether each token was clipped. The loss of a sequence must not
+    depend on other sequences, because any split of a mini-batch must give the same sum. The settings are
+    those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
 
     Raises:
         ValueError: The function cannot be loaded.
@@ -408,7 +408,10 @@ def loss_function(options) -> tuple[Callable, dict]:
         value = getattr(options, name)
         if value is not None:
             settings[name] = value
-    return named_function("loss", options.loss), settings | json.loads(options.loss_kwargs)
+    function = named_function("loss", options.loss)
+    compute = partial(function, **settings | json.loads(options.loss_kwargs))
+    compute.over_sequences = getattr(function, "over_sequences", False)
+    return compute
 
 
 @functools.cache  # The file is loaded once per process.
@@ -498,7 +501,7 @@ def example_groups(infos: list[dict]) -> Groups:
 
 def check_loss(options) -> str:
     """Return why a loss breaks the contract of `loss_function`, or an empty string."""
-    function, settings = loss_function(options)
+    function = loss_function(options)
     generator = torch.Generator().manual_seed(0)
     logprobs, log_ratio = torch.randn(2, 3, 4, generator=generator)
     log_ratio.requires_grad_()
@@ -508,7 +511,7 @@ def check_loss(options) -> str:
     inputs = [logprobs * mask, log_ratio * mask, advantages, mask]
 
     def call(*tensors):
-        found = function(*tensors, **settings)
+        found = function(*tensors)
         return found if isinstance(found, tuple) else (found,)
 
     parts = call(*inputs)

@@ -299,7 +299,7 @@ class Policy:
         of a step, the model has not changed yet, so its log-probabilities are the old ones.
         """
         config = self.config
-        compute_loss, loss_settings = loss_function(config)
+        compute_loss = loss_function(config)
         sums = Counter()
         num_tokens = loss_tokens = batch.num_tokens
         if config.advantage == "dr_grpo":
@@ -327,7 +327,6 @@ class Policy:
                     loss=compute_loss,
                     rollout_logprobs=rollout,
                     tis_cap=config.tis_cap,
-                    **loss_settings,
                 )
                 # Selecting by a mask waits for a GPU, so the metrics come before the backward pass.
                 if is_first_update:

@@ -333,7 +333,7 @@ def test_the_contract_of_every_loss(name, own):
     """
     options = config_of(loss=own.get(name, name))
     algorithm.check_functions(options)
-    loss, settings = algorithm.loss_function(options)
+    loss = algorithm.loss_function(options)
     generator = torch.Generator().manual_seed(0)
     logprobs, old = torch.randn(2, 6, 9, generator=generator) * 0.3
     advantages = torch.randn(6, 9, generator=generator)
@@ -348,7 +348,7 @@ def test_the_contract_of_every_loss(name, own):
         for rows in splits:
             leaf = logprobs[rows].clone().requires_grad_()
             part, found = compute_policy_loss(
-                leaf, old[rows], advantages[rows], mask[rows], loss=loss, **counts, **settings
+                leaf, old[rows], advantages[rows], mask[rows], loss=loss, **counts
             )
             part.backward()
             grads[rows] += leaf.grad.nan_to_num()

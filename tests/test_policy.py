@@ -50,14 +50,14 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
 
 
-@pytest.mark.parametrize("settings", ['{"scale": null}'])
-def test_a_loss_gets_its_settings_as_given(model, tmp_path, settings):
+@pytest.mark.parametrize("name, value", [("scale", "null"), ("scale", "1"), ("tis_cap", "1"), ("loss", "1")])
+def test_a_loss_gets_its_settings_as_given(model, tmp_path, name, value):
     """With these settings, the user's loss equals the default loss, whose ratios are not clipped here."""
-    code = "return -advantages * log_ratio.exp() * (scale or 1)"
+    code = f"return -advantages * log_ratio.exp() * ({name} or 1)"
     file = tmp_path / "own.py"
-    file.write_text(f"def mine(logprobs, log_ratio, advantages, mask, scale=0.5):\n    {code}\n")
+    file.write_text(f"def mine(logprobs, log_ratio, advantages, mask, {name}=0.5):\n    {code}\n")
     samples = a_step(model)
-    got, _ = updated(model, samples, loss=f"{file}:mine", loss_kwargs=settings)
+    got, _ = updated(model, samples, loss=f"{file}:mine", loss_kwargs=f'{{"{name}": {value}}}')
     assert torch.equal(got, updated(model, samples)[0])
 
 

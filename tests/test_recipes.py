@@ -102,9 +102,8 @@ ONE_GPU = {  # GB, shape of the policy (see `shapes`), shape of the judge
 
 def clip_range(config):
     """Return the clip range that the loss of this run uses, as the paper's table names it."""
-    function, settings = loss_function(config)
-    own = inspect.signature(function).parameters
-    return {name: settings.get(name, own[name].default) for name in ("clip_low", "clip_high", "clip_c")}
+    own = inspect.signature(loss_function(config)).parameters
+    return {name: own[name].default for name in ("clip_low", "clip_high", "clip_c")}
 
 
 COMMAND = r"(?:[AB]?\$ )?\s*(?:\[.*\|\|\s*)?(?:\w+=\S+ )*python (?:([\w/]+)\.py|-m ([\w.]+))(?: (.*)|$)"
