@@ -192,6 +192,14 @@ ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
 # ---- 4. advantages -> samples
 
 
+def masked_advantages(groups: Groups, options) -> torch.Tensor:
+    """Return the advantages, P x G or P x G x T, with 0 on the padding, which may contain anything."""
+    advantages = advantage_function(options)(groups)
+    if advantages.dim() == 3:
+        advantages = advantages.masked_fill(groups.tokens_T >= groups.lengths_P_G[..., None], 0)
+    return advantages
+
+
 def lose_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
     """Remove verdicts with a NaN reward or an advantage that is not finite. Return whether there were any."""
     # The loss is computed in float32, where a large number may become infinite.
@@ -223,12 +231,11 @@ def set_advantages(
     Raises:
         RuntimeError: require_keys is set, and one of these keys occurs in no result.
     """
-    function = advantage_function(options)
     results = Groups(groups, decode, require_keys)
-    advantages = function(results)
+    advantages = masked_advantages(results, options)
     while lose_verdicts(results, advantages):
         results = Groups(groups, decode)
-        advantages = function(results)
+        advantages = masked_advantages(results, options)
 
     has_signal_P = [True] * len(groups)
     if drop_zero_advantages:
@@ -254,7 +261,7 @@ def has_learning_signal(groups: Groups, options) -> torch.Tensor:
 
     As in DAPO, the length penalty does not count: different lengths alone are not a learning signal.
     """
-    advantages = advantage_function(options)(groups.without_length_penalty()).nan_to_num()
+    advantages = masked_advantages(groups.without_length_penalty(), options).nan_to_num()
     return advantages.abs().flatten(1).amax(1) > 1e-6
 
 
@@ -506,7 +513,7 @@ def check_loss(options) -> str:
     logprobs, log_ratio = torch.randn(2, 3, 4, generator=generator)
     log_ratio.requires_grad_()
     logprobs = logprobs + log_ratio
-    advantages = torch.tensor([[1.0], [-1.0], [2.0]]).expand(3, 4)
+    advantages = torch.tensor([[1.0], [-1.0], [2.0]]).repeat(1, 4)
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 1, 0]])
     inputs = [logprobs * mask, log_ratio * mask, advantages, mask]
 

@@ -206,6 +206,25 @@ def test_a_samples_token_advantages_end_with_its_response():
     assert group[1].advantage == group[1].token_advantages[-1]
 
 
+OF_THE_REST = """
+def mine(groups):
+    return groups.rewards_P_G[..., None] / (groups.lengths_P_G[..., None] - groups.tokens_T)
+
+def of_padding(groups):
+    return (groups.tokens_T >= groups.lengths_P_G[..., None]).double()
+"""
+
+
+def test_the_padding_behind_a_response_does_not_matter(tmp_path):
+    """The first function divides by the number of tokens that are left, which is 0 behind the response."""
+    (tmp_path / "own.py").write_text(OF_THE_REST)
+    group = [sample_of(RIGHT, "ab"), sample_of(WRONG, "abcd")]
+    set_advantages([group], config_of(advantage=f"{tmp_path}/own.py:mine"), decode)
+    assert group[0].token_advantages == [1 / 2, 1]
+    options = config_of(advantage=f"{tmp_path}/own.py:of_padding")
+    assert set_advantages([group], options, decode, drop_zero_advantages=True) == []
+
+
 def test_vppo_rewards_no_prefix_of_a_right_answer():
     """All tokens of a correct answer have the value 1, even if one of its paragraphs is called wrong."""
     group = [sample_of(RIGHT | {"first_wrong": 1}, "a\n\nb"), sample_of(WRONG, "a\n\nb")]
