@@ -37,6 +37,7 @@ from causal_lm import (
     checkpointed_layers,
     compile_layers,
     count_adapters,
+    layers_of,
     load_causal_lm,
     logprobs_and_entropy,
     merged_weights,
@@ -171,6 +172,8 @@ class Policy:
         if self.has_adapters:
             add_adapters(model, options, source)
         self.setup_model(model)
+        if options.gradient_checkpointing:
+            layers_of(model, "--gradient-checkpointing")  # Fail early if the model has no such layers.
         if options.compile_layers:
             compile_layers(model)
         check_logprobs(self.model_logprobs, model, source, self.device)

@@ -634,6 +634,13 @@ def test_log_probabilities_are_the_models_own_and_the_samplers_also_with_gradien
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
 
 
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "compile_layers"])
+def test_a_model_without_marked_layers_is_rejected_when_it_is_loaded(option):
+    shape = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')}: does not work with GPTNeoX"):
+        policy_of(of_family("gpt_neox_japanese", **shape), **{option: True})
+
+
 # ---- a head with bf16 operands
 
 
