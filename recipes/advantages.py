@@ -184,7 +184,8 @@ def spare_good_prefix(groups, advantage: str = "grpo", **settings):
             Only --advantage dr_grpo also divides the loss by a constant; "dr_grpo" does not.
         settings: The settings of that advantage.
     """
-    functions = algorithm.ADVANTAGES | {"papo": papo, "vppo": vppo, "terms": terms, "steps": steps}
+    of_this_file = {one.__name__: one for one in (papo, vppo, terms, steps, progress, floored)}
+    functions = algorithm.ADVANTAGES | of_this_file
     if advantage not in functions:
         raise ValueError(f"advantage {advantage!r} is unknown; use one of {', '.join(functions)}")
     advantages = functions[advantage](groups, **settings)

@@ -282,6 +282,8 @@ ALL_ADVANTAGES = {
     "terms": terms(acc=1, flawed_positive=-0.5),
     "steps": worked("steps"),
     "spare_good_prefix": worked("spare_good_prefix"),
+    "spare_good_prefix of progress": worked("spare_good_prefix", advantage="progress"),
+    "spare_good_prefix of floored": worked("spare_good_prefix", advantage="floored"),
     "rloo": dict(advantage="rloo"),
 }
 RIGHT = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
