@@ -217,6 +217,21 @@ def test_a_plan_says_when_heads_cannot_be_split_over_the_gpus(shapes, gpus, fits
     assert (f"vLLM cannot split 28 attention heads over {gpus} GPUs; use fewer" in line) != fits
 
 
+@pytest.mark.parametrize(
+    "vllm_args, said",
+    [
+        ("--max-model-len=512", r"\(longest sequence: 512\): it fits"),
+        ("--max_model_len 8000000", r"\(longest sequence: 8,000,000\): too little memory"),
+        ("--max-model-len 8M", "its memory use is unknown"),
+        ("--max-model-len auto --gpu-memory-utilization=half", "its memory use is unknown"),
+        ("--max-model-len -1", r"\(longest sequence: [^-]*\): it fits"),
+    ],
+)
+def test_a_plan_reads_vllms_flags_in_all_their_spellings(shapes, vllm_args, said):
+    text = plan_of(shapes, f"--rollout-vllm-args={vllm_args}", "--gpus", "2")
+    assert re.search(f"policy server: .*{said}", text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_GPU)
 def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):

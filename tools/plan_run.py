@@ -230,9 +230,9 @@ def server_memory(config, name: str, server, gpu: float) -> str:
     share = server.gpu_share
     if share == 1:
         share = VLLM_SHARE
-    share = vllm_argument(server, "--gpu-memory-utilization", share)
     have = gpus * gpu * share
     try:
+        have = gpus * gpu * vllm_argument(server, "--gpu-memory-utilization", share)
         text = text_config_of(config, server.model)
         served = dataclasses.replace(config, model=server.model, lora_rank=0)
         weights = 2e-9 * count_parameters(served)[0]
@@ -244,7 +244,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         tokens = round(cache / (2e-9 * cache_of(text)))  # ValueError if the weights are unknown
         longest = server.max_model_len or text.max_position_embeddings
         longest = vllm_argument(server, "--max-model-len", longest)
-    except Exception:  # The model's files are missing, or the model is of an unknown kind.
+    except Exception:  # The model is missing or of an unknown kind, or an argument is unreadable.
         return f"{have:9.2f} GB  {name}: its memory use is unknown"
     room = f"room for {tokens:,.0f} tokens (longest sequence: {longest:,.0f})"
     fits = "it fits" if tokens >= longest else "too little memory; raise its share or lower --max-model-len"
@@ -265,9 +265,13 @@ def splits_heads(text, gpus: int) -> bool:
 
 
 def vllm_argument(server, flag: str, default: float) -> float:
-    """Return the number after a flag in the vLLM arguments of a server."""
-    found = re.search(rf"{flag}[ =]([\d.]+)", " ".join(server.vllm_args))
-    if found:
+    """Return the number after a flag in the vLLM arguments of a server.
+
+    Raises ValueError if it is not a plain number: vLLM also reads 8k and 8M. For "auto" and -1, vLLM chooses.
+    """
+    flag = flag.replace("-", "[-_]")  # vLLM accepts both spellings.
+    found = re.search(rf"{flag}[ =](\S+)", " ".join(server.vllm_args))
+    if found and found[1] not in ("auto", "-1"):
         return float(found[1])
     return default
 
