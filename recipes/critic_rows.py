@@ -60,7 +60,7 @@ def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[dict]]:
     for run in runs:
         prices = prices_of(run)
         for line in read_lines(run / "samples.jsonl")[0]:
-            if line["split"] == "train" and line["reward_extra_info"]["acc"]:
+            if line["split"] == "train" and line["reward_extra_info"].get("acc"):
                 row = row_of(line, prices)
                 flawed = row["reward_model"]["ground_truth"] != -1
                 found[flawed][line["prompt"], line["response"]] = row

@@ -615,7 +615,8 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
         problem, paragraphs = toy_world.right_solution(rng, number % 3 == 0, toy_world.KINDS["own_flaws"])
         line = {"split": "train", "prompt": str(problem), "response": "\n\n".join(paragraphs)}
         line["reward_extra_info"] = {"acc": number >= 6}  # treat the first ones as wrong
-        lines += [line, line, line | {"split": "toy"}]
+        failed = line | {"reward_extra_info": {"error": "TimeoutError"}}
+        lines += [line, line, failed, line | {"split": "toy"}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     path = Path(warm_start.__file__).parents[1] / "recipes/critic_rows.py"
     command = [path, "--runs", tmp_path, "--out-dir", tmp_path / "rows", "--held-out", "9"]
