@@ -277,11 +277,6 @@ def wait_for_rewards(run: Run, batch: Batch, groups: list[list[Sample]]) -> list
     return groups
 
 
-def ended_samples(groups: list[list[Sample]]) -> list[Sample]:
-    """Return the samples whose rollout has not failed."""
-    return list(chain(*without_failures(groups)))
-
-
 def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
     """Return the groups without failed rollouts, and drop groups that are then empty."""
     kept = []
@@ -342,8 +337,8 @@ def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: st
     recent = run.recent_verdicts[split]
     if recent["needed"] >= MIN_VERDICTS:
         recent.clear()
-    recent.update(verdict_counts(sample.result for sample in ended_samples(groups)))
-    samples = ended_samples(batch.groups)
+    recent.update(verdict_counts(sample.result for sample in chain(*without_failures(groups))))
+    samples = list(chain(*without_failures(batch.groups)))
     of_batch = verdict_counts(sample.result for sample in samples)
     rate = max(missing_rate(of_batch), missing_rate(recent))
     if of_batch["missing"] and rate > run.config.max_no_verdict_rate:
