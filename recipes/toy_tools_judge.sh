@@ -2,8 +2,8 @@
 # Trains in the world with a tool with a judge model instead of the oracle: serves the shipped judge with vLLM, and
 # trains the policy with FAPO. The oracle only measures. The arguments are those of toy_tools.sh:
 #   bash recipes/toy_tools_judge.sh 0 outputs/shop0_judged
-# Another judge; if the folder is missing, a judge is trained first (twelve minutes on a core with AVX-512,
-# and not as good; see toy/models/README.md):
+# Another judge; if the folder is missing, a judge is trained first (about twenty minutes on a core; see
+# toy/models/README.md for what it finds):
 #   MODEL=data/shop_judge/judge bash recipes/toy_tools_judge.sh 0 outputs/shop0_judged
 source "$(dirname "$0")/toy_runs.sh"
 [[ ${1:-} =~ ^(0|[1-9][0-9]*)$ && -n ${2:-} ]] || {

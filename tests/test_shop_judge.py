@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,8 +64,7 @@ def test_practice_checks_every_item_and_sum_about_half_of_which_are_wrong():
     rng = random.Random(0)
     findings = {"look-up": [], "sum": []}
     for _ in range(100):
-        problem, turns, text = shop_judge.write_practice(rng)
-        listed, *checks = text.splitlines()
+        problem, turns, (listed, *checks) = shop_judge.write_practice(rng, errors=0.5)
         assert len(checks) == 2 * len(problem.deals) and len(turns) == len(checks) + 1
         value = problem.start
         for number, (sign, item) in enumerate(problem.deals):
@@ -84,6 +84,40 @@ def test_practice_checks_every_item_and_sum_about_half_of_which_are_wrong():
             value = int(stated)
     for some in findings.values():
         assert 0.4 < sum(some) / len(some) < 0.65
+
+
+def test_comparisons_are_right_and_half_of_their_items_are_wrong():
+    rng = random.Random(0)
+    right = []
+    for check in (check for _ in range(50) for check in shop_judge.write_comparisons(rng)):
+        index, item, asked, finding = re.fullmatch(
+            r"(\d): (?:sells|buys) (\w+) \d:(\w+)\? (ok|not)", check
+        ).groups()
+        assert check.count(f"{index}:") == 2 and {item, asked} <= set(shop_world.ITEMS)
+        right.append(item == asked)
+        assert finding == ("ok" if right[-1] else "not")
+    assert 0.4 < sum(right) / len(right) < 0.65
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return warm_start.build_tokenizer(warm_start.shop_judge_corpus(random.Random(0)))
+
+
+def test_the_judge_first_learns_sums_and_then_quotes_and_verdicts_of_items(tokenizer):
+    """The other tokens are given. Split into pieces, a text has the same tokens as in one piece."""
+    found = {}
+    for what, example, *_ in warm_start.shop_judge_phases(random.Random(0)):
+        for pieces in (example() for _ in range(40)):
+            ids = [number for piece in pieces for number in tokenizer.encode(piece)]
+            assert ids == tokenizer.encode("".join(pieces))
+            for text in pieces[1::2]:
+                kind = re.sub(r"[a-z]+\?", "item?", re.sub(r"\d+[+-]\d+=\d+\?\d+", "sum", text))
+                found.setdefault(what, set()).add(kind if len(text) < 20 else "text")
+    items = {" ok", " not", ":item? ok", ":item? not"}
+    assert found["to check items"] == items | {":sum ok", ":sum not"}
+    assert found["to check sums"] == {"text", ":sum ok", ":sum not"}
+    assert found["to check all"] == found["to criticise"] == {"text"}
 
 
 def test_rows_show_what_the_judge_is_asked_and_agree_with_the_critiques():
@@ -172,8 +206,7 @@ def test_rows_from_trajectories_of_policies(tmp_path):
     assert all("<0> (policy) " in row["prompt"][0]["content"] for row in found)
 
 
-def test_a_model_that_continues_keeps_the_embeddings_of_shared_tokens():
-    tokenizer = warm_start.build_tokenizer(warm_start.shop_judge_corpus(random.Random(0)))
+def test_a_model_that_continues_keeps_the_embeddings_of_shared_tokens(tokenizer):
     model = warm_start.new_model(len(tokenizer), 0)
     fresh = model.model.embed_tokens.weight.clone()
     warm_start.continue_from(model, tokenizer, warm_start.SHIPPED / "judge")

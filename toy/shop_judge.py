@@ -129,11 +129,26 @@ def write_critique(problem: Problem, turns: list[dict]) -> str:
     return "\n".join([*checks, "\\boxed{-1}"])
 
 
-def write_practice(rng: Random) -> tuple[Problem, list[dict], str]:
-    """Return a problem, a trajectory in which about half of the items and sums are wrong, and all checks.
+def write_comparisons(rng: Random) -> list[str]:
+    """Return ten checks of items without a trajectory. About half of the items are wrong."""
+    checks = []
+    for _ in range(10):
+        index = rng.randrange(0, 10, 2)
+        item = rng.choice(ITEMS)
+        asked = rng.choice((item, rng.choice(ITEMS)))
+        deal = f"{index}: {rng.choice(('sells', 'buys'))} {item}"
+        checks.append(check_paragraph(index, f"{item}?", f"{asked}?", {index // 2: deal}))
+    return checks
 
-    The checks do not end at the first error. With fewer errors, the judge would only learn to repeat what it
+
+def write_practice(rng: Random, errors: float) -> tuple[Problem, list[dict], list[str]]:
+    """Return a problem, a trajectory, and the list of deals followed by the checks of all items and sums.
+
+    The checks do not end at the first error. With few errors, the judge would only learn to repeat what it
     has derived, instead of quoting what the policy wrote.
+
+    Args:
+        errors: The probability that an item is drawn at random, and that a sum is wrong.
     """
     problem = random_problem(rng)
     deals = list_deals(problem)
@@ -142,16 +157,19 @@ def write_practice(rng: Random) -> tuple[Problem, list[dict], str]:
     value = problem.start
     text = ""
     for number, (sign, item) in enumerate(problem.deals):
-        asked = rng.choice((item, rng.choice(ITEMS)))
+        asked = item
+        if rng.random() < errors:
+            asked = rng.choice(ITEMS)
         price = problem.prices[asked]
         task = f"{value}{sign * price:+}"
-        true = value + sign * price
-        value = max(true + rng.choice((0, rng.choice(ERRORS))), 0)
+        true = value = value + sign * price
+        if rng.random() < errors:
+            value = max(true + rng.choice(ERRORS), 0)
         turns += [("policy", f"{text}{asked}?"), ("tool", str(price))]
         text = f"\n\n{task}={value}\n\n"
         checks.append(check_paragraph(2 * number, f"{item}?", f"{asked}?", deals))
         checks.append(check_paragraph(2 * number + 2, f"{task}={true}", f"{task}={value}", deals))
-    return problem, as_turns([*turns, last_turn(problem, value, text)]), "\n".join(checks)
+    return problem, as_turns([*turns, last_turn(problem, value, text)]), checks
 
 
 def critic_prompt(problem: Problem, turns: list[dict]) -> str:

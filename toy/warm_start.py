@@ -40,7 +40,7 @@ class Config:
     # solutions. shop: the world with a tool. shop_judge: the judge of the world with a tool, which starts as
     # the shipped judge of the first world.
     kind: Literal["standard", "narrow_judge", "weak_policy", "own_flaws", "shop", "shop_judge"] = "standard"
-    # Models to train. The policy takes about 2 minutes (5 with --kind shop) and the judge about 4 (12
+    # Models to train. The policy takes about 2 minutes (5 with --kind shop) and the judge about 4 (20
     # with --kind shop_judge). --models without a name writes only the rows.
     models: tuple[Literal["policy", "judge"], ...] = ("policy", "judge")
     # With --kind own_flaws or shop: stop training the policy when this fraction of its solutions is sound.
@@ -194,8 +194,8 @@ def fit(model, tokenizer, examples, steps, lr, final_lr, verdict_weight, stop_at
     """Train a model on the responses in the examples, with 16 examples per step.
 
     Args:
-        examples: A function that returns an example: (prompt, response), or (prompt, response, tool output,
-            response, ...).
+        examples: A function that returns an example: (prompt, response), or (prompt, response, given text,
+            response, ...). Only the responses are learned.
         verdict_weight: The weight of the tokens " ok" and " not", which are rare but determine the verdict.
         stop_at: Stop when the `sound_share` of examples from the function `of` reaches this value.
         bar: Options of the tqdm progress bar.
@@ -304,6 +304,9 @@ def shop_judge_phases(rng: Random):
 
     A quarter of the texts are stories of the second world, because the judge must add instead of copying. It
     learns to list the deals before it sees trajectories, because otherwise it would copy the policy's items.
+    Before it writes whole critiques, it learns single parts of them: the sums with their quotes, then the
+    quotes of items and their verdicts. If a judge has to learn all tokens of a critique at once, it learns
+    to compare items only by chance.
     """
 
     def add():
@@ -319,11 +322,43 @@ def shop_judge_phases(rng: Random):
         problem = shop_world.random_problem(rng)
         return chat(str(problem), " ".join(shop_judge.list_deals(problem)))
 
-    def compare():
+    def compare_items():  # The judge learns only the verdicts.
+        pieces = [f"{USER}{ASSISTANT}"]
+        for check in shop_judge.write_comparisons(rng):
+            shown, space, verdict = check.rpartition(" ")
+            pieces[-1] += shown
+            pieces += [space + verdict, "\n"]
+        return (*pieces[:-1], END)
+
+    def practise(kind):  # The judge learns only the checks of items (0) or sums (1), from the colon.
+        problem, turns, (deals, *checks) = shop_judge.write_practice(rng, errors=0.9)
+        prompt, _ = chat(shop_judge.critic_prompt(problem, turns), "")
+        pieces = [f"{prompt}{deals}\n"]
+        for number, check in enumerate(checks):
+            if number % 2 != kind:
+                pieces[-1] += f"{check}\n"
+                continue
+            shown, colon, learned = check.rpartition(":")
+            pieces[-1] += shown
+            pieces += [colon + learned, "\n"]
+        return (*pieces[:-1], pieces[-1] + END)
+
+    def check_sums():
         if rng.random() < 0.25:
             return add()
-        problem, turns, checks = shop_judge.write_practice(rng)
-        return chat(shop_judge.critic_prompt(problem, turns), checks)
+        return practise(1)
+
+    def check_items():
+        part = rng.random()
+        if part < 0.4:
+            return compare_items()
+        return practise(part > 0.8)
+
+    def check_all():
+        if rng.random() < 0.25:
+            return add()
+        problem, turns, checks = shop_judge.write_practice(rng, errors=0.5)
+        return chat(shop_judge.critic_prompt(problem, turns), "\n".join(checks))
 
     def criticise():
         if rng.random() < 0.25:
@@ -332,8 +367,12 @@ def shop_judge_phases(rng: Random):
 
     return [
         ("to list deals", read, 500, 2e-3, 1.5e-3, 3.0),
-        ("to check", criticise, 500, 1.5e-3, 1e-3, 3.0),
-        ("to compare", compare, 700, 2e-3, 1.5e-3, 3.0),
+        ("to check sums", check_sums, 400, 2e-3, 1.5e-3, 1.0),
+        ("to check items", check_items, 600, 2e-3, 1.5e-3, 1.0),
+        ("to check all", check_all, 300, 2e-3, 1.5e-3, 3.0),
+        ("to criticise", criticise, 400, 1e-3, 1e-4, 3.0),
+        # Before these two, the judge accepts one of six wrong sums.
+        ("to check all", check_all, 300, 1.5e-3, 1e-3, 3.0),
         ("to criticise", criticise, 400, 1e-3, 1e-4, 3.0),
     ]
 
@@ -342,8 +381,8 @@ def shop_judge_corpus(rng: Random) -> list[str]:
     """Return the words of the texts that the shop's judge reads and writes."""
     words = []
     for _ in range(1500):
-        for prompt, response in (example() for _, example, *_ in shop_judge_phases(rng)):
-            words += re.findall(r"\n\n|\n<|> \(\w+\) |[\n ]?\w+|\W", f"{prompt}{response}")
+        for text in ("".join(example()) for _, example, *_ in shop_judge_phases(rng)):
+            words += re.findall(r"\n\n|\n<|> \(\w+\) |[\n ]?\w+|\W", text)
     return words
 
 
