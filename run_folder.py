@@ -274,7 +274,10 @@ class Log:
             self.wandb.log(line)
         if MISMATCH in line:
             self.warn_of_mismatch()
-        print_line(line, self.config.total_steps, self.seconds_left(step))
+        terms = json.loads(self.config.advantage_kwargs).get("weights")
+        if not isinstance(terms, dict):  # An advantage may have another setting of this name.
+            terms = ()
+        print_line(line, self.config.total_steps, terms, self.seconds_left(step))
 
     def warn_of_mismatch(self) -> None:
         """Print a warning if sampler and trainer differ much more than before, as after a lost weight sync.
@@ -432,10 +435,11 @@ def accuracies(line: dict) -> list[str]:
     return keys
 
 
-def print_line(line: dict, total_steps: int, seconds_left: float = 0.0) -> None:
+def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0) -> None:
     """Print the most important metrics of a step or an evaluation, in lines of at most 100 characters.
 
-    The numbers of steps stand in columns. Metrics that are worth a look follow at the end.
+    The numbers of steps stand in columns. Reward components named in `terms` (`weights` in
+    --advantage-kwargs), and metrics that are worth a look, follow at the end.
     """
     width = len(str(total_steps))
     head = f"step {line['step']:{width}}/{total_steps}"
@@ -450,6 +454,9 @@ def print_line(line: dict, total_steps: int, seconds_left: float = 0.0) -> None:
         if seconds_left > 7200:
             left = f"{seconds_left / 3600:.1f} h left"
         cells.append(left)
+    for term in terms:
+        if f"reward/{term}" in line and f"reward/{term}" not in ON_SCREEN:
+            cells.append(f"{term} {line[f'reward/{term}']:.3f}")
     for key, (label, bound) in ABOVE.items():
         if line.get(key, 0) > bound:
             cells.append(f"{label} {line[key]:.3f}")

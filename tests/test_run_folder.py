@@ -22,7 +22,7 @@ import forked
 import run_folder
 from policy import Sample
 from run_folder import pass_at_k, reward_metrics, validation_metrics
-from tiny import config_of, policy_of
+from tiny import config_of, policy_of, terms
 
 
 def test_pass_at_k_by_hand():
@@ -254,26 +254,33 @@ def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(c
     )
 
 
-def test_a_steps_line_fits_the_terminal_and_shows_the_time_left(tmp_path, capsys):
-    config = config_of(out_dir=str(tmp_path), total_steps=200, advantage_kwargs='{"weights": 0.5}')
-    log = run_folder.Log(config, 0)  # The settings of an advantage may have any names and values.
+def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time_left(tmp_path, capsys):
+    log = run_folder.Log(config_of(out_dir=str(tmp_path), total_steps=200, **terms(style=0.1)), 0)
     log.metrics({"step": 100, "reward/mean": 0.5, "time/step": 90.0, "reward/no_verdict": 0.0})
     values = {"reward/mean": -0.25, "reward/acc": 1.0, "reward/flawed_positive_rate": 0.5, "time/step": 30.0}
     values |= {"response_length/mean": 1234.5, "actor/entropy": 0.456}
     log.metrics({"step": 101} | values)
     extra = {"rollout/logprob_diff": 0.0123, "reward/no_verdict": 0.125, "response_length/clipped": 0.5}
-    log.metrics({"step": 102} | values | extra)
+    log.metrics({"step": 102, "reward/style": 0.25} | values | extra)
     short, whole, *long = capsys.readouterr().out.splitlines()
     assert short == "step 100/200  reward  0.500  90.0 s  2.5 h left"
     columns = "reward -0.250  acc 1.000  flawed 0.500  length 1234  entropy 0.46  30.0 s  "
     assert whole == f"step 101/200  {columns}50 min left" and len(whole) == 100
     assert long == [
         f"step 102/200  {columns}49 min left",
-        "    no_verdict 0.125  truncated 0.500  logprob_diff 0.012",
+        "    style 0.250  no_verdict 0.125  truncated 0.500  logprob_diff 0.012",
     ]
     for step, seconds in ((103, 900.0), (104, 4.0)):  # The step of 90 s no longer counts.
         log.metrics({"step": step, "reward/mean": 0.5, "time/step": seconds})
     assert capsys.readouterr().out.endswith("   4.0 s  48 min left\n")  # 96 steps of 30 s, the median
+
+
+@pytest.mark.parametrize("weights", ["0.5", "null", '["style"]'])
+def test_an_advantage_may_have_any_setting_named_weights(tmp_path, capsys, weights):
+    config = config_of(out_dir=str(tmp_path), advantage_kwargs=f'{{"weights": {weights}}}')
+    run_folder.Log(config, 0).metrics({"step": 1, "reward/mean": 0.5, "reward/style": 0.25, "time/step": 3.0})
+    said = capsys.readouterr().out
+    assert "1/200  reward  0.500" in said and "style" not in said
 
 
 def test_the_last_line_of_a_run_names_its_page_if_it_has_one(tmp_path):
