@@ -260,16 +260,25 @@ def test_half_of_the_keys_of_an_audit_end_no_run():
     assert diagnose.audit([about | {"reward/audited": 0.08}])[0] == 0.1  # none of eight, with Laplace's rule
 
 
-@pytest.mark.parametrize("acc, asked, rings", [(0.03, 128, False), (0.2, 128, True), (0.2, 26, True)])
+OF_128 = {"perf/tokens": 1280, "response_length/mean": 10.0}
+
+
+@pytest.mark.parametrize(
+    "acc, asked, rings",
+    [
+        (0.03, {"genrm/asked": 128}, False),
+        (0.2, {"genrm/asked": 128}, True),
+        (0.03, {"genrm/asked": 128} | OF_128, False),
+        (0.2, {"genrm/asked": 128} | OF_128, True),
+        (0.2, {"genrm/asked": 26} | OF_128, True),  # The judge reads only correct answers.
+    ],
+)
 def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too(acc, asked, rings):
     """With judge_wrong, all 128 samples of a step are judged, even if few of them are correct."""
-    for length in ({}, {"perf/tokens": 1280, "response_length/mean": 10.0}):
-        if asked < 128 and not length:  # Then the number of samples is unknown.
-            continue
-        about = {"reward/mean": -0.9, "reward/acc": acc, "genrm/asked": asked} | length
-        for rate, name in ((1.0, "judge-rejects-all"), (0.0, "judge-accepts-all")):
-            about["reward/flawed_positive_rate"] = rate
-            assert (name in named([{"step": step} | about for step in range(1, 21)])) == rings
+    about = {"reward/mean": -0.9, "reward/acc": acc} | asked
+    for rate, name in ((1.0, "judge-rejects-all"), (0.0, "judge-accepts-all")):
+        about["reward/flawed_positive_rate"] = rate
+        assert (name in named([{"step": step} | about for step in range(1, 21)])) == rings
 
 
 def test_a_slow_reward_function_without_a_judge_is_no_slow_judge():

@@ -94,6 +94,25 @@ def chat(prompt: str, response: str):
     return f"{USER}{prompt}{ASSISTANT}", f"{response}{END}"
 
 
+def partly_learned(prompt: str, lines: list[str], learned, mark: str) -> tuple[str, ...]:
+    """Return an example for `fit` in which the model learns only the ends of some lines.
+
+    Args:
+        learned: The indices of these lines. All other text is given.
+        mark: The end of a line begins with its last `mark`.
+    """
+    pieces = [prompt]
+    for index, line in enumerate(lines):
+        if index in learned:
+            given, _, end = line.rpartition(mark)
+            pieces[-1] += given
+            pieces += [mark + end, "\n"]
+        else:
+            pieces[-1] += f"{line}\n"
+    pieces[-1] += END
+    return tuple(pieces)
+
+
 def tokenizer_corpus(rng: Random, kind: Kind = KINDS["standard"]) -> list[str]:
     """Return examples of all texts that the models read or write."""
     texts = []
@@ -302,19 +321,16 @@ def shop_corpus(rng: Random) -> list[str]:
 def shop_judge_phases(rng: Random):
     """Return the phases for the shop's judge, which starts as the first world's judge.
 
-    A quarter of the texts are stories of the second world, because the judge must add instead of copying. It
-    learns to list the deals before it sees trajectories, because otherwise it would copy the policy's items.
-    Before it writes whole critiques, it learns single parts of them: the sums with their quotes, then the
-    quotes of items and their verdicts. If a judge has to learn all tokens of a critique at once, it learns
-    to compare items only by chance.
+    In all phases but one, a quarter of the texts are stories of the second world, because the judge must add
+    instead of copying. It learns to list the deals before it sees trajectories, because otherwise it would
+    copy the policy's items. Before it writes whole critiques, it learns single parts of them: the sums with
+    their quotes, then the quotes of items and their verdicts. A judge that had to learn all tokens of a
+    critique at once learned to compare items only by chance.
     """
 
     def add():
         problem = random_problem(rng, COARSE)
         return chat(str(problem), "\n\n".join(write_solution(problem, rng)))
-
-    def critique(problem, turns):
-        return chat(shop_judge.critic_prompt(problem, turns), shop_judge.write_critique(problem, turns))
 
     def read():
         if rng.random() < 0.25:
@@ -323,25 +339,13 @@ def shop_judge_phases(rng: Random):
         return chat(str(problem), " ".join(shop_judge.list_deals(problem)))
 
     def compare_items():  # The judge learns only the verdicts.
-        pieces = [f"{USER}{ASSISTANT}"]
-        for check in shop_judge.write_comparisons(rng):
-            shown, space, verdict = check.rpartition(" ")
-            pieces[-1] += shown
-            pieces += [space + verdict, "\n"]
-        return (*pieces[:-1], END)
+        checks = shop_judge.write_comparisons(rng)
+        return partly_learned(f"{USER}{ASSISTANT}", checks, range(len(checks)), " ")
 
-    def practise(kind):  # The judge learns only the checks of items (0) or sums (1), from the colon.
+    def practise(first):  # The judge learns only the checks of items (first is 0) or of sums (first is 1).
         problem, turns, (deals, *checks) = shop_judge.write_practice(rng, errors=0.9)
         prompt, _ = chat(shop_judge.critic_prompt(problem, turns), "")
-        pieces = [f"{prompt}{deals}\n"]
-        for number, check in enumerate(checks):
-            if number % 2 != kind:
-                pieces[-1] += f"{check}\n"
-                continue
-            shown, colon, learned = check.rpartition(":")
-            pieces[-1] += shown
-            pieces += [colon + learned, "\n"]
-        return (*pieces[:-1], pieces[-1] + END)
+        return partly_learned(f"{prompt}{deals}\n", checks, range(first, len(checks), 2), ":")
 
     def check_sums():
         if rng.random() < 0.25:
@@ -352,7 +356,9 @@ def shop_judge_phases(rng: Random):
         part = rng.random()
         if part < 0.4:
             return compare_items()
-        return practise(part > 0.8)
+        if part < 0.8:
+            return practise(0)
+        return practise(1)
 
     def check_all():
         if rng.random() < 0.25:
@@ -363,7 +369,8 @@ def shop_judge_phases(rng: Random):
     def criticise():
         if rng.random() < 0.25:
             return add()
-        return critique(*shop_judge.right_trajectory(rng, rng.random() < 0.5))
+        problem, turns = shop_judge.right_trajectory(rng, rng.random() < 0.5)
+        return chat(shop_judge.critic_prompt(problem, turns), shop_judge.write_critique(problem, turns))
 
     return [
         ("to list deals", read, 500, 2e-3, 1.5e-3, 3.0),
@@ -380,9 +387,10 @@ def shop_judge_phases(rng: Random):
 def shop_judge_corpus(rng: Random) -> list[str]:
     """Return the words of the texts that the shop's judge reads and writes."""
     words = []
+    examples = dict.fromkeys(example for _, example, *_ in shop_judge_phases(rng))  # Two phases come twice.
     for _ in range(1500):
-        for text in ("".join(example()) for _, example, *_ in shop_judge_phases(rng)):
-            words += re.findall(r"\n\n|\n<|> \(\w+\) |[\n ]?\w+|\W", text)
+        for example in examples:
+            words += re.findall(r"\n\n|\n<|> \(\w+\) |[\n ]?\w+|\W", "".join(example()))
     return words
 
 
