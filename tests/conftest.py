@@ -28,7 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config):
     """Let the workers of xdist fork their scripts from one process."""
     if config.getoption("numprocesses", None):  # of the main process
-        os.environ["FORKED_FROM"] = forked.address()
+        for kind in forked.IMPORTED:
+            os.environ[f"FORKED_{kind}"] = forked.address(kind)
 
 
 def pytest_collection_modifyitems(items):
@@ -66,14 +67,15 @@ def small_ray():
 def one_ray(small_ray):
     """Share one Ray cluster among all runs of a file, including those in other processes.
 
-    vLLM's servers fork their engines.
+    vLLM's servers of these runs are forked.
     """
     import ray
 
     import reward_loop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", forked.ENGINES, prepend=os.pathsep)
+        for name, value in forked.servers(os.environ).items():
+            patch.setenv(name, value)
         for left in (2, 1, 0):  # Ray does not wait long enough for a busy machine.
             try:
                 reward_loop.connect_ray()

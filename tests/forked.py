@@ -3,15 +3,15 @@
 These imports take most of a script's start. No file of this repository is among them, so each script
 imports its own files, from the folder in which it runs. Ray is not among them either, because it reads
 environment variables when it is imported. A forked script is a process of its own with its own environment,
-working directory, output, session and network, and it ends as Python does: with exit code, traceback and
-exit handlers.
+working directory, CPU cores, output, session and network, and it ends as Python does: with exit code,
+traceback and exit handlers. vLLM's servers are forked from another process, which has imported vLLM.
 
     done = forked.run(["score_file.py", "--data", ...])     # like subprocess.run(..., capture_output=True)
     process = forked.Script(["grpo_trainer.py", ...], log)  # like subprocess.Popen
     env = os.environ | {"PATH": forked.on_path(tmp_path)}   # for shell scripts that call `python`
     ray.init("local", runtime_env=forked.ray_workers(tmp_path))   # for actors that need torch
     forked.small_ray()                                      # before ray.init
-    env = os.environ | {"PYTHONPATH": forked.ENGINES}       # for vLLM's servers, see vllm_forks
+    env = forked.servers(os.environ)                        # for vLLM's servers on a CPU
 
 Not covered: options of Python itself, and environment variables that Python or torch read when they are
 imported, such as OMP_NUM_THREADS. Tests of the start itself, of Ctrl-C in a run, or of what other processes
@@ -25,6 +25,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -39,20 +40,28 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+KEPT = []  # objects that must live until this process ends
 NAMESPACES = ["/proc/self/ns/net", "/proc/self/ns/mnt"]
-ENGINES = str(ROOT / "tests/vllm_forks")
-IMPORTED = """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
-    transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama tyro aiohttp.web
-    uvloop accelerate pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
-    google.protobuf.message tqdm matplotlib.pyplot pytest""".split()
+IMPORTED = {
+    "scripts": """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
+        transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama tyro aiohttp.web
+        uvloop accelerate pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
+        google.protobuf.message tqdm matplotlib.pyplot pytest""",
+    "servers": "vllm.entrypoints.openai.api_server vllm.v1.engine.core",
+}
 
 
-def serve(listener: socket.socket) -> tuple[list[str], dict[str, str]]:
+def serve(listener: socket.socket, kind: str) -> tuple[list[str], dict[str, str]]:
     """Fork a process for each script, and return in this process what the script is."""
     del sys.path[0]  # this folder
-    for name in IMPORTED:
+    if kind == "servers":
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # as genrm_server.py does; torch reads it when imported
+    for name in IMPORTED[kind].split():
         importlib.import_module(name)
-    assert "ray" not in sys.modules
+    assert kind != "scripts" or "ray" not in sys.modules
+    if kind == "servers":  # Otherwise, vLLM starts a new Python for the engine of a server on a CPU.
+        fork = multiprocessing.get_context("fork")
+        multiprocessing.get_context = lambda method=None: fork
     gc.freeze()  # Otherwise each process would copy all these objects when it collects garbage.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the processes that wait for scripts.
     while True:
@@ -63,7 +72,7 @@ def serve(listener: socket.socket) -> tuple[list[str], dict[str, str]]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
-            arguments, folder, environment = json.loads(connection.makefile().readline())
+            arguments, folder, environment, cores = json.loads(connection.makefile().readline())
             script = os.fork()
             if script == 0:
                 connection.close()
@@ -75,16 +84,37 @@ def serve(listener: socket.socket) -> tuple[list[str], dict[str, str]]:
                         assert ctypes.CDLL(None).setns(file, 0) == 0
                 for file in files:
                     os.close(file)
+                os.sched_setaffinity(0, cores)
                 os.chdir(folder)
                 return arguments, environment
             connection.sendall(script.to_bytes(8, "little"))
             for file in files:
                 os.close(file)
-            code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+            code = attend(script, connection)
             with contextlib.suppress(BrokenPipeError):  # Nobody may be waiting any more.
                 connection.sendall(code.to_bytes(8, "little", signed=True))
             os._exit(0)
         connection.close()
+
+
+def attend(script: int, connection: socket.socket) -> int:
+    """Wait for a script, and return its exit code.
+
+    Forward signals to the script, and kill it if its client disconnects.
+    """
+    end = os.pidfd_open(script)
+    while end not in select.select([end, connection], [], [])[0]:
+        number = b""
+        with contextlib.suppress(ConnectionError):
+            number = connection.recv(1)
+        if number:
+            os.kill(script, number[0])
+        else:
+            os.kill(script, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # It may not lead a group yet.
+                os.killpg(script, signal.SIGKILL)
+            break
+    return os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
 
 
 def become(arguments: list[str], environment: dict[str, str]) -> None:
@@ -108,25 +138,25 @@ def become(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 @functools.cache
-def address() -> str:
-    """Return the address of the process from which scripts are forked. The first script starts it.
+def address(kind: str = "scripts") -> str:
+    """Return the address of the process that forks scripts of this kind. The first script starts it.
 
     The workers of xdist share one, whose address they get from their main process (see conftest.py).
     """
-    if "FORKED_FROM" in os.environ:
-        return os.environ["FORKED_FROM"]
+    if f"FORKED_{kind}" in os.environ:
+        return os.environ[f"FORKED_{kind}"]
     folder = tempfile.TemporaryDirectory(prefix="forked", dir="/tmp")  # a short path for the socket
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{folder.name}/socket")
     listener.listen()
-    address.kept = [folder]
+    KEPT.append(folder)
 
     def start():
         select.select([listener], [], [])
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [sys.executable, __file__, "serve", str(listener.fileno())]
+        command = [sys.executable, __file__, "serve", str(listener.fileno()), kind]
         options = dict(cwd=folder.name, env=environment, pass_fds=[listener.fileno()], start_new_session=True)
-        address.kept.append(subprocess.Popen(command, stdin=subprocess.PIPE, **options))
+        KEPT.append(subprocess.Popen(command, stdin=subprocess.PIPE, **options))
         listener.close()
 
     threading.Thread(target=start, daemon=True).start()  # The process ends when this one closes its input.
@@ -139,7 +169,8 @@ class Script:
     def __init__(self, arguments, output, errors=None, cwd=ROOT, env=None, where=None, stdin=None):
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(where or address())
-        request = [*map(str, arguments)], str(cwd), dict(os.environ if env is None else env)
+        environment = dict(os.environ if env is None else env)
+        request = [*map(str, arguments)], str(cwd), environment, list(os.sched_getaffinity(0))
         with open(os.devnull) as nothing:
             files = [nothing if file is None else file for file in (stdin, output, errors or output)]
             numbers = [file if isinstance(file, int) else file.fileno() for file in files]
@@ -195,6 +226,16 @@ def on_path(folder: Path) -> str:
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
+def servers(environment) -> dict[str, str]:
+    """Return this environment plus the variables with which vLLM's servers and engines are forked.
+
+    Servers of each kind also start as users start them: in test_genrm_server.py, test_parts.py and
+    test_rollout.py.
+    """
+    paths = [str(ROOT / "tests/vllm_forks"), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths), "FORKED_servers": address("servers")}
+
+
 def ray_workers(folder: Path) -> dict:
     """Return a `runtime_env` for ray.init, with which Ray forks its workers as well."""
     on_path(folder)
@@ -238,9 +279,12 @@ def end(script) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        script = serve(socket.socket(fileno=int(sys.argv[2])))
+        script = serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
         end(lambda: become(*script))
     else:
         where, *given = sys.argv[2:]
-        code = Script(given, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin).wait()
+        script = Script(given, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: script.connection.sendall(bytes([number])))
+        code = script.wait()
         sys.exit(code if code >= 0 else 128 - code)

@@ -24,6 +24,7 @@ from transformers import (
     MistralConfig,
 )
 
+import forked
 import genrm_server
 import rollout
 from played import server
@@ -360,7 +361,9 @@ def test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the
         assert served_difference(servers, policy) < 1e-3  # The log-probabilities do not show the lost sync.
         move(policy, 0.02)
         servers.sync()
-        servers.service.slots[0].server.child.kill()
+        server = servers.service.slots[0].server
+        server.env = forked.servers(server.env)
+        server.child.kill()
         # The requests waited for the restarted server.
         assert served_difference(servers, policy) < 1e-5 and servers.service.slots[0].restarts == 1
     finally:
