@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,14 @@ def pytest_configure(config):
     if config.getoption("numprocesses", None):  # of the main process
         for kind in forked.IMPORTED:
             os.environ[f"FORKED_{kind}"] = forked.address(kind)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Fork the workers of xdist as well."""
+    path = forked.on_path(Path(forked.address()).parent)
+    for spec in specs:
+        spec.python = f"{path.partition(os.pathsep)[0]}/python"
 
 
 def pytest_collection_modifyitems(items):

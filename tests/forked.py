@@ -121,6 +121,8 @@ def become(arguments: list[str], environment: dict[str, str]) -> None:
     """Run `python ARGUMENTS` in this process."""
     os.environ.clear()
     os.environ.update(environment)
+    if arguments[0] == "-u":  # as the workers of xdist start, which flush what they write
+        del arguments[0]
     what, *rest = arguments
     first = os.getcwd() if what == "-m" else "" if what == "-c" else os.path.dirname(os.path.abspath(what))
     sys.path[:0] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
