@@ -508,6 +508,11 @@ class Run:
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
             print(
+            if re.search("out of memory|can't allocate memory", why):
+                remedy = "end other programs that use it, or see what the run needs with tools/plan_run.py"
+                raise RuntimeError(f"there is not enough memory for the policy ({why}); {remedy}") from error
+            if re.search("lacks resources|network interface", why):
+                raise
                 f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
                 "trained; checkpoints omit other parts, such as a vision encoder",
                 flush=True,

@@ -363,6 +363,18 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     assert re.fullmatch(message, str(refused.value))
 
 
+def test_too_little_memory_at_a_resume_does_not_blame_the_checkpoint(tmp_path, model, tokenizer, monkeypatch):
+    def lacks_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    write_checkpoint(tmp_path, model, tokenizer)
+    run = prepared(tmp_path, model, tokenizer, resume="auto")
+    monkeypatch.setattr(run_file, "Policy", lacks_memory)
+    with pytest.raises(RuntimeError, match="^not enough memory for the policy .*; stop other") as error:
+        load(run)
+    assert "checkpoint" not in str(error.value)
+
+
 @pytest.mark.parametrize("content", ["", '{"step": 1'])
 def test_a_cut_trainer_state_is_named_in_one_line(tmp_path, model, tokenizer, content):
     """A full disk or a power failure may truncate the file."""
