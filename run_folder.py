@@ -85,6 +85,12 @@ def check_folder(config):
         raise ValueError(
             f"--out-dir {out_dir}: is in use by another run; wait until it ends, or pass another directory"
         ) from None
+    except OSError as error:
+        lock.close()
+        raise OSError(
+            f"--out-dir {out_dir}: its file system does not support file locks ({error.strerror}); mount it "
+            "with lock support (Lustre: -o flock), or pass another directory"
+        ) from error
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by runs that were killed while saving
         shutil.rmtree(rest, ignore_errors=True)
     return lock

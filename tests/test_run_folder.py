@@ -2,6 +2,7 @@
 is stopped.
 """
 
+import errno
 import json
 import math
 import os
@@ -711,6 +712,18 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
             with pytest.raises(ValueError, match="in use by another run"):
                 run_folder.check_folder(config)
         run.kill()
+
+
+def test_a_file_system_without_locks_is_named_with_a_remedy(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+    message = (
+        f"^--out-dir {tmp_path}: its file system does not support file locks .*; mount it .*another directory"
+    )
+    with pytest.raises(OSError, match=message):
+        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
 
 
 def test_a_run_that_was_killed_holds_nothing(tmp_path):
