@@ -88,6 +88,7 @@ class Run:
         self.lock = check_folder(config)  # No other run may use the directory now.
         try:
             state = self.find_checkpoint()
+            self.check_evaluation()
             self.read_tokenizer()
             self.read_data()
             self.compare_prompts(state)
@@ -140,6 +141,15 @@ class Run:
                 f"--out-dir {file.parent}: {file} is truncated ({error}); delete this file, and "
                 "the run writes it again"
             ) from error
+
+    def check_evaluation(self):
+        """Raise ValueError if a run without a checkpoint would delete the results of an evaluation."""
+        folder = self.config.out_dir
+        lines, _ = read_lines(Path(folder, "metrics.jsonl"))
+        if self.step or not any(map(has_evaluation, lines)):
+            return
+        if self.settings_before().get("total_steps") == 0:
+            raise ValueError(f"--out-dir {folder}: already contains an evaluation; pass another directory")
 
     def compare_model(self):
         """Print a warning if the run is resumed with a different --model."""

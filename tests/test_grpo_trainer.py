@@ -596,6 +596,10 @@ def test_evaluation_alone_with_a_number_of_samples_for_each_file(workshop, rewar
     assert {"val/toy/mean@2", "val/toy/pass@2", "val/an/other/mean@4", "val/an/other/pass@4"} <= set(metrics)
     assert "an/other/mean@4 " in capsys.readouterr().out
     assert "val/an/other/mean@2" not in metrics and not (workshop / "evaluation/checkpoints").exists()
+    for changes in (dict(val_n=1), dict(total_steps=3)):
+        with pytest.raises(ValueError, match="^--out-dir .*: already contains an evaluation; pass another"):
+            grpo_trainer.train(dataclasses.replace(config, **changes))
+    assert lines_of(workshop / "evaluation/metrics.jsonl") == [metrics]
 
 
 @pytest.mark.slow
