@@ -398,7 +398,10 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
 def main(config: Config) -> None:
     with one_line_errors():
         models = [config.model, *named("genrm", config.genrm).values()]
-        if all(Path(name).is_dir() for name in models):  # Local models need no hub.
+        if config.reward_model_tokenizer:
+            models.append(config.reward_model_tokenizer)
+        is_local = all(Path(name).is_dir() for name in models)
+        if is_local and "HF_HUB_OFFLINE" not in os.environ:  # Local models need no hub.
             os.environ["HF_HUB_OFFLINE"] = "1"  # Child processes read this variable.
             huggingface_hub.constants.HF_HUB_OFFLINE = True
         target = train(config)
