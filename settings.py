@@ -213,6 +213,12 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if not self.rollout_fn:
             check_unused(self, ("rollout_kwargs", "rollout_timeout"), "--rollout-fn")
         for name in ("tensorboard", "wandb"):
+        if not self.dynamic_sampling:
+            check_unused(self, ("max_refills",), "--dynamic-sampling")
+        if self.rollout == "hf":
+            of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
+            check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
+            self.resolved(0)
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(
                     f"--{name}: needs the package {name}, which is not installed; run pip install {name}"

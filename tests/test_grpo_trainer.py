@@ -246,7 +246,7 @@ def test_learns_a_trivial_task(workshop, rollout):
         workshop,
         f"learns_{rollout}",
         rollout=rollout,
-        rollout_cpus="0",
+        rollout_cpus="0" if rollout == "vllm" else "",
         total_steps=16,
         lr=1e-2,
         max_idle_steps=0,  # it may learn everything
@@ -1200,6 +1200,10 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
+        (dict(rollout="hf", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
+        (dict(rollout="hf", policy_ranks=2), "--rollout hf: needs the policy in the trainer's process"),
+        (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
+        (dict(max_refills=3), "--max-refills 3: has no effect without --dynamic-sampling"),
     with pytest.raises(ValueError, match=re.escape(message)):
         prepared(tmp_path, model, tokenizer, **changes)
 
