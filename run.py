@@ -617,7 +617,10 @@ class Run:
         self.cancelled.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
-            raise error
+            limit = f"--max-restarts {self.config.max_restarts} allows no further restart"
+            raise RanksLost(
+                f"{error}; {limit}; see the worker logs in the folder of Ray's session"
+            ) from error
         self.find_checkpoint()
         count = f"attempt {self.num_restarts} of --max-restarts {self.config.max_restarts}"
         print(f"{error}; restarting the ranks after step {self.saved_step} ({count})", flush=True)
