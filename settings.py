@@ -167,7 +167,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     policy_offload: bool = False
     # Maximum number of times that the ranks are restarted from the newest checkpoint after a rank has died.
     max_restarts: int = 3
-    # Number of CPU threads that torch uses; 0: torch's default. 1 is fastest for tiny models.
+    # Number of CPU threads that torch uses (1 is fastest for tiny models). 0: torch's default, or 1 if there
+    # are several ranks. With --policy-offload, 0 divides the node's cores among its ranks.
     num_threads: int = 0
 
     # Settings that must be above 0 (all other numbers may be 0), that may be negative, or that inf turns off.
@@ -212,13 +213,13 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             check_unused(self, ("lora_alpha", "lora_targets"), "--lora-rank")
         if not self.rollout_fn:
             check_unused(self, ("rollout_kwargs", "rollout_timeout"), "--rollout-fn")
-        for name in ("tensorboard", "wandb"):
         if not self.dynamic_sampling:
             check_unused(self, ("max_refills",), "--dynamic-sampling")
         if self.rollout == "hf":
             of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
             check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
             self.resolved(0)
+        for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(
                     f"--{name}: needs the package {name}, which is not installed; run pip install {name}"

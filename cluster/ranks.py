@@ -51,7 +51,7 @@ class RankedPolicy(Policy):
         self.is_main_rank = ranks.rank == 0
         if device.type == "cuda" and config.policy_gpu_share < 1:
             torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
-        if ranks.count > 1:
+        if ranks.count > 1 or config.num_threads or config.policy_offload:
             threads = config.num_threads
             if not threads and config.policy_offload:  # The optimizer runs on the CPU.
                 threads = len(os.sched_getaffinity(0)) // ranks.per_node

@@ -10,6 +10,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -116,6 +117,27 @@ def without_code_generation(monkeypatch):
                 super().__init__(*arguments)
 
     monkeypatch.setattr(policy_group, "RankedPolicy", Compiled)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "threads"),
+    [
+        (1, {}, None),  # torch's default
+        (1, {"num_threads": 3}, 3),
+        (1, {"policy_offload": True}, 6),
+        (2, {}, 1),
+        (2, {"policy_offload": True}, 3),
+        (2, {"policy_offload": True, "num_threads": 2}, 2),
+    ],
+)
+def test_the_threads_of_a_rank(monkeypatch, count, changes, threads):
+    seen = [None]
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
+    monkeypatch.setattr(Policy, "__init__", lambda *_: None)
+    ranks = SimpleNamespace(rank=0, count=count, per_node=count, files={}, join=lambda device: None)
+    RankedPolicy(config_of(**changes), "model", CPU, ranks)
+    assert seen[-1] == threads
 
 
 def graphs_of(group):
