@@ -40,6 +40,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -846,10 +847,16 @@ def connect_ray() -> bool:
         address = services.find_bootstrap_address(None)  # the cluster of the last `ray start`
         if address not in services.find_gcs_addresses():  # Joining an ended cluster would take minutes.
             address = "local"
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:  # The processes of Ray inherit this, and outlive the terminal until the run is saved.
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise RuntimeError(ray_failure(address, error_line(error))) from error
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGHUP, before)
     where = f"joined the cluster at {address} (set RAY_ADDRESS=local for a private cluster)"
     if address == "local":
         where = "started a cluster for this run"

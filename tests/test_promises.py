@@ -93,7 +93,9 @@ KEPT_BY = {
         "test_run_folder.test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing",
         "test_grpo_trainer.test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing",
     ),
-    "Ctrl-C, SIGTERM and a closed terminal end a run without losing a completed step.": (
+    "Ctrl-C, SIGTERM and a closed terminal end a run without losing a completed step. Send SIGTERM only "
+    "to the trainer's process, for example with `timeout --foreground`, because Ray exits if it also "
+    "receives the signal.": (
         "test_grpo_trainer.test_ctrl_c_saves_and_leaves_cleanly",
         "test_grpo_trainer.test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not",
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",

@@ -1429,8 +1429,9 @@ def run_script(body, **environment):
 def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
     """One run meets them all.
 
-    A killed Ray leaves its address behind, and Ray would try for minutes to connect to it. Then Ray loses one
-    call in ten on its way, and as many results. In the end, the program shuts Ray down under the manager.
+    A killed Ray leaves its address behind, and Ray would try for minutes to connect to it. Then the terminal
+    is closed, and all its processes get a SIGHUP. Then Ray loses one call in ten on its way, and as many
+    results. In the end, the program shuts Ray down under the manager.
     """
     fault = {"num_failures": -1, "req_failure_prob": 10, "resp_failure_prob": 10, "in_flight_failure_prob": 0}
     # The path is short, because sockets are in it.
@@ -1441,9 +1442,12 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
             f"""
             import ray
             from test_reward_loop import *
+            hang_ups = []
+            signal.signal(signal.SIGHUP, lambda *_: hang_ups.append(1))
             begun = time.monotonic()
             reward_loop.connect_ray()
             print("connected in time:", time.monotonic() - begun < 90)  # Ray itself gives up after minutes
+            os.killpg(0, signal.SIGHUP)
             manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=2)
             for _ in range(15):
                 results = manager.score_batch([sample("one")] * 5)
@@ -1458,6 +1462,7 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
                     print("refused:", error)
             manager.shutdown()
             print("another Ray:", ray.is_initialized())  # as some calls would start one
+            print("hang-ups:", len(hang_ups))
             """,
             RAY_ADDRESS="",
             RAY_TMPDIR=folder,
@@ -1466,6 +1471,7 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
         )
     assert "Ray: started a cluster for this run," in said and "connected in time: True" in said
     assert said.count("refused: Ray was shut down") == 2 and "another Ray: False" in said
+    assert "hang-ups: 1" in said
 
 
 @pytest.mark.parametrize(
