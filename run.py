@@ -509,6 +509,12 @@ class Run:
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             why = reward_worker.error_line(error).splitlines()[-1]
+            if re.search("(?i)out of memory|can('t|not) allocate memory", why):
+                remedy = "stop other programs that use the memory, or estimate what the run needs with "
+                remedy += "python -m tools.plan_run"
+                raise RuntimeError(f"not enough memory for the policy ({why}); {remedy}") from error
+            if re.search("lacks resources|network interface", why):
+                raise
             remedy = "check that its config.json, its weights and --max-positions belong together"
             if self.step:
                 remedy = "if the run started with other settings of the model or LoRA, pass them; if one of "
@@ -518,11 +524,6 @@ class Run:
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
             print(
-            if re.search("out of memory|can't allocate memory", why):
-                remedy = "end other programs that use it, or see what the run needs with tools/plan_run.py"
-                raise RuntimeError(f"there is not enough memory for the policy ({why}); {remedy}") from error
-            if re.search("lacks resources|network interface", why):
-                raise
                 f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
                 "trained; checkpoints omit other parts, such as a vision encoder",
                 flush=True,
@@ -597,9 +598,11 @@ class Run:
         """Save a checkpoint if the newest one is older, so that nothing learned is lost."""
         # In the middle of an update, the weights belong to no step and must not be saved.
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
-            with contextlib.suppress(RanksLost):  # The first error says more.
+            # The error that stopped the run says more than the loss of a rank.
+            with contextlib.suppress(RanksLost, KeyboardInterrupt), self.interrupts.held("saving"):
+                self.interrupts.say(f"saving step {self.step}")
                 self.save()
-        print(f"the run stopped; --resume auto resumes after step {self.saved_step}", flush=True)
+        self.interrupts.say(f"the run stopped; --resume auto resumes after step {self.saved_step}")
 
     @contextlib.contextmanager
     def restarting_ranks(self):
@@ -611,6 +614,8 @@ class Run:
 
     def recover(self, error: RanksLost):
         """Start new ranks from the newest checkpoint. Judges, workers and servers keep running."""
+        if self.interrupts.asked:  # The run is about to end.
+            raise KeyboardInterrupt from error
         self.cancelled.set()  # The prefetched step will be drawn again.
         if self.prefetched:
             self.prefetched.collected.exception()  # This waits until the thread has ended.
@@ -715,7 +720,7 @@ class Interrupts:
     """Handles Ctrl-C, SIGTERM and a closed terminal: immediately, or at the end of a `held` block."""
 
     def __init__(self):
-        self.hold = False
+        self.hold = ""  # what a held block does
         self.asked = False
         self.was_dropped = False
         sys.unraisablehook = self.raise_again
@@ -726,14 +731,30 @@ class Interrupts:
 
     def handle(self, number, _):
         if number == signal.SIGHUP:  # The terminal is gone, and writing to it would fail.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The shell and the system may both send the signal.
+            self.drop_output()
         if self.asked or not self.hold:
             self.was_dropped = False
             raise KeyboardInterrupt
         self.asked = True
-        os.write(1, b"finishing this step, then saving; press Ctrl-C again to quit immediately\n")
+        self.say(f"{self.hold}; press Ctrl-C again to quit immediately")
+
+    def say(self, text: str):
+        """Print a line, or write it to stderr if nobody reads stdout any more."""
+        line = f"{text}\n".encode()
+        try:
+            os.write(1, line)
+        except OSError:  # Ctrl-C has also ended the program that reads the output, such as `tee`.
+            try:
+                os.write(2, line)
+                os.dup2(2, 1)
+            except OSError:
+                self.drop_output()
+
+    def drop_output(self):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
 
     def raise_again(self, unraisable):
         """Interrupt again soon after Python has dropped a KeyboardInterrupt, as it does in a __del__."""
@@ -748,13 +769,14 @@ class Interrupts:
             os.kill(os.getpid(), signal.SIGINT)
 
     @contextlib.contextmanager
-    def held(self):
+    def held(self, what: str = "finishing this step, then saving"):
         """Delay the first Ctrl-C until the end of the block."""
-        self.hold = True
+        self.asked = False
+        self.hold = what
         try:
             yield
         finally:
-            self.hold = False
+            self.hold = ""
         if self.asked or self.was_dropped:
             self.was_dropped = False
             raise KeyboardInterrupt

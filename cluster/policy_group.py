@@ -193,7 +193,7 @@ class PolicyGroup:
         self.num_updates = None
         try:
             metrics = self.call("update_mini_batches", lr, max_logprob_diff, shares=shares)[0]
-        except BaseException:
+        except Exception:  # After a second Ctrl-C, nobody waits for the ranks.
             with contextlib.suppress(RanksLost):
                 self.num_updates = self.call("__ray_call__", lambda rank: rank.num_updates)[0]
             raise

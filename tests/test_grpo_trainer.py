@@ -34,7 +34,7 @@ import reward_loop
 import run_folder
 from toy import toy_world, warm_start
 from played import lines_of, server, without_ray
-from policy import Policy, Sample
+from policy import Policy, RanksLost, Sample
 from run import Interrupts, Run
 from command_line import GROUPS, help_texts
 from tools.plan_run import estimate_memory, report
@@ -1026,11 +1026,46 @@ def test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not():
             signal.raise_signal(signal.SIGTERM)
             held = True  # nothing has happened yet
         assert held
+        done = []
         with pytest.raises(KeyboardInterrupt), interrupts.held():
             signal.raise_signal(signal.SIGINT)
+            done.append("delayed")
+            signal.raise_signal(signal.SIGINT)
+            done.append("delayed again")
+        assert done == ["delayed"]
     finally:
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
+
+
+@pytest.mark.parametrize(("signals", "saved"), [(0, True), (1, True), (2, False)])
+def test_one_more_ctrl_c_does_not_end_the_last_save_and_two_more_do(signals, saved, capfd):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    interrupts, written = Interrupts(), []
+
+    def save():
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        written.append("step 7")
+
+    run = SimpleNamespace(step=7, saved_step=5, num_updates=3, interrupts=interrupts, save=save)
+    run.policy = SimpleNamespace(num_updates=3)
+    interrupts.asked = True  # The run has been interrupted once.
+    try:
+        Run.save_after_failure(run)
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    assert written == ["step 7"] * saved
+    said = capfd.readouterr().out
+    assert said.startswith("saving step 7\n") and said.count("press Ctrl-C again") == (signals > 0)
+    assert "the run stopped; --resume auto resumes after step" in said
+
+
+def test_a_rank_that_dies_after_ctrl_c_starts_no_new_ranks():
+    run = SimpleNamespace(interrupts=SimpleNamespace(asked=True))
+    with pytest.raises(KeyboardInterrupt):
+        Run.recover(run, RanksLost("a rank of the policy died"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -1165,6 +1200,10 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(rollout_gpu_share=1.5), "--rollout-gpu-share 1.5: must be above 0 and at most 1"),
         (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--rollout-gpu-share 0.5: a server with"),
         (dict(model="nowhere"), "--model nowhere: must be a folder with config.json"),
+        (dict(rollout="hf", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
+        (dict(rollout="hf", policy_ranks=2), "--rollout hf: needs the policy in the trainer's process"),
+        (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
+        (dict(max_refills=3), "--max-refills 3: has no effect without --dynamic-sampling"),
         (dict(total_steps=0), "--total-steps 0: an evaluation needs validation data; pass --val-file FILE"),
         (dict(max_grad_norm=0.0), "--max-grad-norm 0.0: must be above 0"),
         (dict(rollout_servers=0), "--rollout-servers 0: must be above 0"),
@@ -1200,10 +1239,6 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
-        (dict(rollout="hf", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
-        (dict(rollout="hf", policy_ranks=2), "--rollout hf: needs the policy in the trainer's process"),
-        (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
-        (dict(max_refills=3), "--max-refills 3: has no effect without --dynamic-sampling"),
     with pytest.raises(ValueError, match=re.escape(message)):
         prepared(tmp_path, model, tokenizer, **changes)
 

@@ -119,6 +119,20 @@ def without_code_generation(monkeypatch):
     monkeypatch.setattr(policy_group, "RankedPolicy", Compiled)
 
 
+def test_a_second_ctrl_c_does_not_wait_for_the_ranks(monkeypatch):
+    group, calls = PolicyGroup.__new__(PolicyGroup), []
+
+    def call(method, *_, **__):
+        calls.append(method)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(policy_group, "mini_batches", lambda *_: [])
+    group.__dict__ |= dict(actors=[0, 0], config=config_of(), num_updates=5, call=call)
+    with pytest.raises(KeyboardInterrupt):
+        group.update([], lr=1e-3)
+    assert calls == ["update_mini_batches"] and group.num_updates is None
+
+
 @pytest.mark.parametrize(
     ("count", "changes", "threads"),
     [

@@ -740,7 +740,7 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
 STEP = """
     import os, signal, sys, time
     import run
-    for path, hang_up in {rounds}:
+    for path, hang_up, again in {rounds}:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has another one
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.Handlers[hang_up])
@@ -751,6 +751,8 @@ STEP = """
                 open(path, "a").close()
                 while not interrupts.asked and not os.path.exists(path + ".end"):
                     time.sleep(0.02)
+                for number in again:
+                    signal.raise_signal(number)
                 print("still printing", file=sys.stderr, flush=True)
                 open(path, "a").write("step done ")
         except KeyboardInterrupt:
@@ -760,7 +762,8 @@ STEP = """
 
 @pytest.mark.slow
 def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path):
-    rounds = [(str(tmp_path / number.name), "SIG_DFL") for number in (signal.SIGINT, signal.SIGTERM)]
+    """The last Ctrl-C has also ended the program that reads the output, as with `| tee log`."""
+    rounds = [(str(tmp_path / name), "SIG_DFL", []) for name in ("SIGINT", "SIGTERM", "tee")]
     reading, writing = os.pipe()
     with open(reading) as said, open(os.devnull, "w") as nothing:
         run = forked.Script(["-c", textwrap.dedent(STEP.format(rounds=rounds))], writing, nothing)
@@ -769,15 +772,21 @@ def test_a_signal_waits_for_the_step_and_ends_the_run(tmp_path):
             assert said.readline() == "step\n"
             run.send_signal(number)
             assert "finishing this step, then saving" in said.readline()
-        run.wait(120)
-    assert [Path(path).read_text() for path, _ in rounds] == ["step done saved"] * 2
+        assert said.readline() == "step\n"
+    run.send_signal(signal.SIGINT)
+    run.wait(120)
+    assert [Path(path).read_text() for path, *_ in rounds] == ["step done saved"] * 3
 
 
 def test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going(tmp_path):
-    """Printing to a closed terminal must not end the run before it is saved."""
+    """Printing to a closed terminal must not end the run before it is saved, nor must a second signal.
+
+    The shell sends one, and the system another.
+    """
     nohup, normal = tmp_path / "nohup", tmp_path / "normal"
     terminal, inside = os.openpty()
-    code = STEP.format(rounds=[(str(nohup), "SIG_IGN"), (str(normal), "SIG_DFL")])
+    twice = [signal.SIGHUP.value]
+    code = STEP.format(rounds=[(str(nohup), "SIG_IGN", twice), (str(normal), "SIG_DFL", twice)])
     code = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + textwrap.dedent(code)
     run = forked.Script(["-c", code], inside, stdin=inside)
     os.close(inside)
