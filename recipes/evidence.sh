@@ -183,13 +183,16 @@ distill() {  # distill SEED CHECKPOINT: a teacher scores each token, without rew
   local teacher=$OUT/teacher$2/policy
   # Longer warm-starting hardly improves checkpoint 2, so FAPO's final policy is its teacher.
   [ "$2" != 2 ] || teacher=$OUT/own2/fapo_oracle_seed0/checkpoints/step_40
-  [ -d "$OUT/changed" ] || {
-    mkdir "$OUT/changed"
-    cp -r ./*.py toy tools cluster docs "$OUT/changed"
-    patch -s -p1 -d "$OUT/changed" <docs/changes/distill.diff
+  [ -d "$OUT/changed/recipes" ] || {
+    rm -rf "$OUT/changed" "$OUT/changed.partial"
+    mkdir "$OUT/changed.partial"
+    cp -r ./*.py toy tools cluster docs recipes "$OUT/changed.partial"
+    patch -s -p1 -d "$OUT/changed.partial" <docs/changes/distill.diff
+    mv "$OUT/changed.partial" "$OUT/changed"
   }
   once "own$2/distill_seed$1" in_copy train_own "$OUT/own$2" "$1" "$OUT/own$2/distill_seed$1" "${OWN[@]}" \
-    "${RULE[@]}" --advantage recipes/advantages.py:terms --advantage-kwargs '{"weights": {"acc": 0}}' --max-idle-steps 0 --teacher "$teacher"
+    "${RULE[@]}" --advantage recipes/advantages.py:terms --advantage-kwargs '{"weights": {"acc": 0}}' \
+    --max-idle-steps 0 --teacher "$teacher"
 }
 in_copy() { (cd "$OUT/changed" && "$@"); }
 # own_judges: for checkpoint 1, trains one judge on the first world's flaws and one on the policies' own flaws,

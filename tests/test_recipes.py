@@ -545,6 +545,18 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     assert report == [" ".join(f"{tmp_path}/out/{name}" for name in public)] * 2
 
 
+def test_the_changed_copy_of_the_evidence_has_the_functions_of_its_runs(tmp_path):
+    text = (ROOT / "recipes/evidence.sh").read_text()
+    (distill,) = re.findall(r"^distill\(\) \{.*?^\}", text, re.M | re.S)
+    (copy,) = re.findall(r'cp -r .* "\$OUT/changed.partial"', distill)
+    (tmp_path / "changed.partial").mkdir()
+    subprocess.run(["bash", "-c", copy], cwd=ROOT, env=os.environ | {"OUT": str(tmp_path)}, check=True)
+    found = re.findall(r"([\w/]+\.py):(\w+)", distill)
+    assert found
+    for file, name in found:
+        assert f"\ndef {name}(" in (tmp_path / "changed.partial" / file).read_text()
+
+
 @pytest.mark.slow
 def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
     """In a dry run, each short problem follows the worked example, and additional flags reach the trainer."""
