@@ -536,10 +536,15 @@ def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, in
     If there are `names` of sources, the first row is shown.
     """
     table = pa.Table.from_pylist(rows, schema=schema)
+    replaced = ""
+    with contextlib.suppress(OSError, ValueError):  # There is no such file, or it is not a parquet file.
+        before = pq.read_metadata(out).num_rows
+        if before != len(rows):
+            replaced = f" (replaces {before} rows)"
     partial = out.with_suffix(".partial")
     pq.write_table(table, partial)
     partial.replace(out)
-    text = f"{out}: {len(rows)} rows"
+    text = f"{out}: {len(rows)} rows{replaced}"
     if names:
         first = json.dumps(rows[0], ensure_ascii=False)[:1500]
         text += f" from {names}; the first row:\n  {first}"

@@ -623,6 +623,31 @@ def test_a_source_file_is_not_overwritten(tmp_path, real):
         prepare(Config(tasks=["aime25"], source_dir=tmp_path, out_dir=tmp_path))
 
 
+def test_a_replaced_file_of_another_size_is_reported(tmp_path, capsys):
+    settings = dict(tasks=["gsm8k"], source_dir=tmp_path, out_dir=tmp_path / "out")
+    said = []
+    for count in (3, 2, 2):
+        rows = [{"question": f"{number}+1?", "answer": f"#### {number + 1}"} for number in range(count)]
+        write_jsonl(tmp_path / "gsm8k.jsonl", rows)
+        prepare(Config(**settings))
+        said.append(capsys.readouterr().out)
+    assert "gsm8k_train.parquet: 2 rows (replaces 3 rows) from gsm8k.jsonl" in said[1]
+    assert "replaces" not in said[0] + said[2]
+    (tmp_path / "out/gsm8k_train.parquet").write_text("no parquet")
+    prepare(Config(**settings))
+
+
+def test_no_command_of_the_page_overwrites_the_file_of_another():
+    block = re.search("```bash\n(.*?)```", (REPO / "docs/data.md").read_text(), re.S)[1]
+    written = Counter()
+    for tasks, folder in re.findall(r"--tasks (.*?) --(?:source-dir \S+ --)?out-dir (\S+)", block):
+        named = [task for task in tasks.split() if task in [*(source.task for source in SOURCES), "all"]]
+        for source in SOURCES:
+            if {source.task, "all"} & set(named):
+                written[folder, source.data_source, source.split] += 1
+    assert len(written) > len(SOURCES) and set(written.values()) == {1}
+
+
 def test_command_line(tmp_path):
     def run(*arguments):
         command = [sys.executable, str(REPO / "prepare_data.py"), *arguments]
