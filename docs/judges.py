@@ -12,6 +12,7 @@ compute_score.py as well and remove the import of the toy world.
 """
 
 import asyncio
+import inspect
 import random
 import re
 import zlib
@@ -33,10 +34,8 @@ def is_drawn(share: float, *about) -> bool:
     """Return whether an answer is in a random sample of all answers. The sample is the same in every run.
 
     Equal answers are drawn independently of each other: the draw depends on how often this worker has seen
-    the answer. Raises ValueError if `share` is not above 0 and at most 1.
+    the answer.
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"share {share}: must be above 0 and at most 1")
     name = zlib.crc32(repr(about).encode())
     seen[name] += 1
     return random.Random(f"{name} {seen[name]}").random() < share
@@ -79,6 +78,28 @@ async def audited(
     return result
 
 
+def check_audited(row: dict, settings: dict) -> None:
+    """Raise ValueError if the check of compute_score_fapo fails, or the share or second judge is invalid."""
+    fapo.check_judged(row, settings)
+    share = settings.get("share", 0.05)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"share: {share!r} must be above 0 and at most 1 (in --reward-kwargs)")
+    second = settings.get("second") or {}
+    if not isinstance(second, dict):
+        raise ValueError(f"second: {second!r} is not an object of settings (in --reward-kwargs)")
+    first, *others = settings["reward_router_addresses"]  # Their order is that of the command line.
+    if not second and "audit" not in others:
+        raise ValueError(
+            "audited: there is no second judge; name it audit (--genrm judge=PATH audit=PATH2), or give the "
+            "settings `second` (in --reward-kwargs)"
+        )
+    try:
+        inspect.signature(fapo.compute_score_fapo).bind_partial(**second)
+    except TypeError as error:
+        raise ValueError(f"second: {error} (in --reward-kwargs)") from None
+    fapo.check_judged(row, settings | second)
+
+
 async def two_judges(
     data_source,
     solution_str,
@@ -103,17 +124,24 @@ async def two_judges(
     return result | {"strict_asked": is_open}
 
 
+def check_two_judges(row: dict, settings: dict) -> None:
+    """Raise ValueError if the check of compute_score_fapo fails, or there is no strict judge."""
+    fapo.check_judged(row, settings)
+    first, *others = settings["reward_router_addresses"]
+    if "strict" not in others:
+        raise ValueError(
+            "two_judges: no second reward model is named strict; pass --genrm quick=PATH strict=PATH2"
+        )
+
+
 async def votes(
     data_source, solution_str, ground_truth, extra_info, reward_router_address, turns=(), *, k=3, **settings
 ):
     """Score with the verdict of more than half of k critiques. Without such a majority, there is no verdict.
 
     `genrm_agreement` is the fraction of the k critiques with the majority's verdict. If it stays near 1, one
-    critique is enough. Raises ValueError if genrm_temperature is 0, because equal requests then share one
-    answer.
+    critique is enough. At genrm_temperature 0, equal requests would share one answer.
     """
-    if settings.get("genrm_temperature") == 0:
-        raise ValueError("genrm_temperature 0: all k critiques would be the same; pass 0.6")
     sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
     settings["turns"] = turns
     first = await fapo.compute_score_fapo(*sample, **settings)
@@ -131,6 +159,16 @@ async def votes(
     if len({result["score"] for result in results}) > 1:  # With equal scores, the judge only adds metrics.
         unknown["score"] = None
     return min(results, key=lambda result: result["genrm_status"] == "ok") | unknown
+
+
+def check_votes(row: dict, settings: dict) -> None:
+    """Raise ValueError if the check of compute_score_fapo fails, or if all critiques would be equal."""
+    fapo.check_judged(row, settings)
+    k = settings.get("k", 3)
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k: {k!r} must be a whole number of at least 1 (in --reward-kwargs)")
+    if k > 1 and settings.get("genrm_temperature") == 0:
+        raise ValueError("genrm_temperature: 0 would make all k critiques equal; pass 0.6")
 
 
 CHECKLIST = """[Problem]
@@ -204,10 +242,6 @@ async def rubric(
     return result | {"score": result["score"] - weight * missed, "flawed_positive": missed}
 
 
-for _function in (audited, two_judges, votes, rubric):
-    _function.check_row = fapo.check_judged
-
-
 def read_marks(critique: str, count: int) -> dict[str, bool]:
     """Parse {"met_1": True ...} from the critique's final box. Return {} unless it has `count` words."""
     box = fapo.final_box(critique) or ""
@@ -215,3 +249,7 @@ def read_marks(critique: str, count: int) -> dict[str, bool]:
     if len(words) != count:
         return {}
     return {f"met_{number}": word == "yes" for number, word in enumerate(words, 1)}
+
+
+audited.check_row, two_judges.check_row = check_audited, check_two_judges
+votes.check_row, rubric.check_row = check_votes, fapo.check_judged
