@@ -236,6 +236,18 @@ def test_a_run_with_settings_that_only_python_reads_has_a_page(tmp_path, kwargs,
     assert in_node(page, "penaltyOf(RUNS[0].settings)") == penalty
 
 
+def test_a_flaw_in_an_evaluation_that_is_judged_costs_nothing(tmp_path):
+    info = {"acc": True, "flawed_positive": True, "first_wrong": 0, "genrm_status": "ok"}
+    lines = [line(split="val", reward=score, info=info | {"score": score}) for score in (1.0, 0.0)]
+    kwargs = dict(reward_fn="compute_score.py:compute_score_fapo", reward_kwargs='{"judge_test": true}')
+    page = view_run.write_page([configured(tmp_path / "run", steps_of([0.5]), lines, **kwargs)])
+    free, charged = in_node(
+        page, "RUNS[0].groups[0].samples.map(one => termsOf(one, RUNS[0].groups[0], RUNS[0]))"
+    )
+    assert free == [["rule", 1], ["flaw found by the judge", 0], ["length", 0]]
+    assert charged == [["rule", 1], ["flaw found by the judge", -1], ["length", 0]]
+
+
 def test_critiques_and_truths_that_are_no_text_are_shown_as_json(tmp_path):
     """A reward function may return any JSON, and a ground truth may be a list."""
     lines = [line(group=0, info={"critique": {"step": 2}}), line(group=1, ground_truth=["4", "four"])]

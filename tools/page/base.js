@@ -139,10 +139,12 @@ function termsOf({info, score, penalty, terms}, group, run) {  // [name, value] 
   // A judge in training loses the distance between its paragraph and the correct one.
   if (isJudge) return withRest([["flawed or not", rule]], "distance", rest);
   if (!info.flawed_positive) return withRest([["rule", rule]], "other terms", rest);
-  // A flawed positive loses λ from the run's configuration. The rest belongs to other summands.
+  // A flawed positive loses λ from the run's configuration, but an evaluation may only measure. The rest comes from
+  // other summands.
   let finder = "oracle_flawed_positive" in info ? "the oracle" : "the reward function";
   if ("genrm_status" in info) finder = "the judge";
-  const flaw = `flaw found by ${finder}`, cost = penaltyOf(run.settings);
+  const flaw = `flaw found by ${finder}`, isFree = rest === 0 && group.split === "val";
+  const cost = isFree ? 0 : penaltyOf(run.settings);
   if (cost === undefined) return withRest([["rule", rule]], `${flaw}, and other terms`, rest);
   return withRest([["rule", rule], [flaw, -(cost ?? 0)]], "other terms", rest + (cost ?? 0));
 }
