@@ -397,6 +397,27 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     assert said.err.startswith("error: not enough GPUs: ") and said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "mode, judge, total",
+    [
+        ("standalone", 0.22, None),
+        ("standalone", 0.25, 1.0),
+        ("colocate", 0.22, None),
+        ("colocate", 0.8, 1.55),
+    ],
+)
+def test_the_plan_adds_up_the_shares_of_a_gpu(shapes, mode, judge, total):
+    """Leave 3 % of a shared GPU free. A judge that sleeps counts as well, because it wakes up to score."""
+    shares = ["--policy-gpu-share", "0.45", "--rollout-gpu-share", "0.3", "--genrm-gpu-share", str(judge)]
+    more = [*shares, "--reward-mode", mode, "--genrm", str(shapes / "small"), "--gpus", "1"]
+    text = plan_of(shapes, *more)
+    assert f"genrm 0 ({judge} GPUs)" in text.splitlines()[1]
+    found = re.findall(r"^ +(\S+) of a GPU  (.*): too little memory; .* at most 0.97$", text, re.M)
+    held = f"rank 0 (0.45 GPUs) + policy server 0 (0.3 GPUs) + genrm 0 ({judge} GPUs)"
+    together = [(f"{total:.2f}", set(held.split(" + ")))] if total else []
+    assert [(said, set(processes.split(" + "))) for said, processes in found] == together
+
+
 def test_the_papers_settings_are_the_trainers_defaults():
     config = parse("grpo_trainer", ["--model", "m", "--train-file", "t", "--out-dir", "o"])
     assert config.clip_low is config.clip_high is config.clip_c is None  # the loss's defaults

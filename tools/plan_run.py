@@ -54,6 +54,7 @@ from policy import TOKENS_PER_PASS
 from run import Run
 
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by default
+SHARED = 0.97  # largest sum of the shares of a GPU (docs/training.md)
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
 VLLM_SEQUENCES = 1024, 256  # vLLM's default --max-num-seqs on GPUs of at least 70 GiB, and on smaller ones
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
@@ -180,8 +181,7 @@ def report(config, num_rows: int) -> str:
         device = f"each of {config.policy_ranks} ranks, {config.device}"
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
     if on_gpus or config.policy_ranks > 1:
-        for node, held in placement(config, specs).items():
-            lines.append(f"{node}: {', '.join(held)}")
+        lines += placement_lines(config, specs)
     if on_gpus:
         gpu = gpu_memory(config)
         for name, server in servers_of(config).items():
@@ -276,28 +276,49 @@ def vllm_argument(server, flag: str, default: float) -> float:
     return default
 
 
-def placement(config, specs: dict[str, ProcessSpec]) -> dict[str, list[str]]:
-    """Return the processes that would run on each node, as in "a + b" if they share a GPU.
+def placement_lines(config, specs: dict[str, ProcessSpec]) -> list[str]:
+    """Describe the processes of each node, as in "a + b" if they share a GPU, and shares that are too large.
+
+    A judge that sleeps during other work counts with its whole share: the others keep theirs when it wakes.
+    """
+    awake = process_specs(dataclasses.replace(config, reward_mode="standalone"))
+    lines = []
+    for node, bundles in placement(config, specs).items():
+        held = []
+        too_large = []
+        for processes in bundles:
+            shares = [awake[name].gpus for name, _ in processes]
+            names = [label(name, number, share) for (name, number), share in zip(processes, shares)]
+            held.append(" + ".join(names))
+            if len(shares) > 1 and round(sum(shares), 2) > SHARED:
+                what = f"{sum(shares):9.2f} of a GPU  {held[-1]}"
+                too_large.append(f"{what}: too little memory; the shares must add up to at most {SHARED}")
+        lines += [f"{node}: {', '.join(held)}", *too_large]
+    return lines
+
+
+def placement(config, specs: dict[str, ProcessSpec]) -> dict[str, list[list[tuple[str, int]]]]:
+    """Return the processes (name, number) that would run on each node, in one list for each GPU.
 
     Without --gpus, reserve the resources in Ray and release them immediately.
     """
-    bundles = defaultdict(list)  # (node, number) -> labels of its processes
+    bundles = defaultdict(list)  # (node, number) -> its processes
     if config.gpus:
         needed, where = layout(specs, sum(config.gpus))
         nodes = nodes_of([bundle.get("GPU", 0) for bundle in needed], config.gpus)
-        for (name, number), (bundle, share) in where.items():
-            bundles[nodes[bundle], bundle].append(label(name, number, share))
+        for process, (bundle, _) in where.items():
+            bundles[nodes[bundle], bundle].append(process)
     else:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         reservation = Reservation(specs)
         for name in specs:
             for number, node in enumerate(reservation.nodes(name)):
-                bundle, share = reservation.placed[name, number]
-                bundles[addresses[node], bundle].append(label(name, number, share))
+                bundle, _ = reservation.placed[name, number]
+                bundles[addresses[node], bundle].append((name, number))
         reservation.close()
     on_node = defaultdict(list)
     for node, bundle in sorted(bundles):
-        on_node[node].append(" + ".join(bundles[node, bundle]))
+        on_node[node].append(bundles[node, bundle])
     return on_node
 
 
