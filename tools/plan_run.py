@@ -4,10 +4,11 @@
     python -m tools.plan_run --model PATH ... --gpus 1 --gpu-gb 24     # for a GPU of another machine
     python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
-This script runs all checks of the trainer, then estimates memory from each model's config.json. On GPUs, it
-also reserves the resources of the run in Ray, prints the processes of each node, and releases the resources;
-if you pass --gpus, it computes the placement without Ray. For each vLLM server, it prints how many tokens fit
-into the key-value cache.
+This script checks settings and prompts as the trainer does, then estimates memory from each model's
+config.json. It does not check the weights, whether the adapters fit the model, and what the reward function
+needs in the rows; the trainer's --dry-run does. On GPUs, it also reserves the resources of the run in Ray,
+prints the processes of each node, and releases the resources; if you pass --gpus, it computes the placement
+without Ray. For each vLLM server, it prints how many tokens fit into the key-value cache.
 """
 
 import dataclasses
