@@ -24,6 +24,16 @@ POLICY=$DATA/policy${START:=0}
 
 [ -f $DATA/reasoning_gym_gcd_test.parquet ] ||
   python prepare_data.py --tasks 'reasoning_gym:gcd:{"max_value": 30}' --out-dir $DATA
+if [ -n "$BASE" ] && [ -d "$POLICY" ]; then
+  before=$(cat "$POLICY.base" 2>/dev/null || echo "an unknown model")
+  [ "$before" = "$BASE" ] || {
+    echo "error: BASE=$BASE: $POLICY was trained from $before; delete it, or write its base to $POLICY.base" >&2
+    exit 1
+  }
+elif [ -n "$BASE" ]; then
+  mkdir -p $DATA
+  echo "$BASE" >"$POLICY.base"
+fi
 [ -d "$POLICY" ] || python -m recipes.gcd_steps --out-dir "$POLICY" --seed "$START" --base "$BASE"
 for reward in outcome fapo; do
   python grpo_trainer.py --model "$POLICY" --out-dir "$2/$reward" --seed "$1" --device cpu \

@@ -508,6 +508,21 @@ def test_a_pretrained_policy_in_the_public_task(run_recipe):
     assert run_recipe("public_flaws", "2", "outputs/mine", job=True, START="1").model == "data/gcd/policy1"
 
 
+def test_a_policy_of_another_base_with_the_same_name_is_not_used(run_recipe, tmp_path):
+    def run(base):
+        return run_recipe("public_flaws", "0", "outputs/mine", job=True, BASE=base)
+
+    assert run("one/Small").model == "data/gcd/Small_0"
+    (recipe,) = tmp_path.glob("ray/**/recipes")
+    policies = recipe.parent / "data/gcd"
+    (policies / "Small_0").mkdir(parents=True, exist_ok=True)
+    assert run("one/Small").model == "data/gcd/Small_0"
+    for before in ("one/Small", "an unknown model"):
+        error = f"error: BASE=other/Small: data/gcd/Small_0 was trained from {before}; delete it, or write"
+        assert run("other/Small").startswith(error)
+        (policies / "Small_0.base").unlink(missing_ok=True)
+
+
 STAND_IN = """#!/bin/bash
 # Record the arguments, create --out-dir, and serve HTTP in place of the judge.
 echo "$*" >>{log}
