@@ -500,6 +500,12 @@ def test_a_run_in_the_world_with_a_tool(run_recipe):
             assert refused.startswith(f"usage: bash recipes/{name}.sh CHECKPOINT")
 
 
+def test_a_judge_that_is_missing_is_trained_only_where_it_is_then_served(run_recipe):
+    for model in ("data/shop_judge", "somewhere/judges", "judge"):
+        said = run_recipe("toy_tools_judge", "0", "outputs/mine", job=True, MODEL=model)
+        assert said.splitlines()[-1].startswith(f"error: MODEL={model}: the folder contains no model, and ")
+
+
 def test_a_pretrained_policy_in_the_public_task(run_recipe):
     flags = ["--total-steps", "30", "--lr", "1e-5"]
     config = run_recipe("public_flaws", "2", "outputs/mine", *flags, job=True, BASE="someone/Small-1B")
