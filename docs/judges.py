@@ -208,7 +208,8 @@ async def rubric(
 
     The points of the checklist come from the row's extra_info["rubric"] or else from `points`.
     `flawed_positive` is the missed fraction, from 0 (all points met) to 1. The advantage papo uses this
-    fraction. The trainer averages `met_1`, `met_2` ... as metrics. Evaluations use only the outcome reward.
+    fraction instead of the score, so it ignores `weight`. The trainer averages `met_1`, `met_2` ... as
+    metrics. Evaluations use only the outcome reward.
     """
     result = fapo.compute_score(data_source, solution_str, ground_truth, turns=turns)
     result |= {"flawed_positive": False, "genrm_status": "skipped"}
