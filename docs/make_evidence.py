@@ -51,6 +51,7 @@ TITLES, COLOURS, WORLDS = DATA["titles"], DATA["colours"], DATA["worlds"]
 STANDARD, COMPARED, OWN, SHOP = map(WORLDS.get, ("standard", "compared", "own", "shop"))
 OWN_JUDGES = ("first_judge", "trained_judge")
 CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
+KNOWN = {*OWN_JUDGES, *(name for titles in TITLES.values() for name in titles)}  # algorithms of the tables
 COSTS = ("_cost0", "_cost0.01", "", "_cost0.1")  # ends of names; see cost_of
 CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "calls", "flawed_positive_rate", "lambda")
 
@@ -70,9 +71,12 @@ def collect(folder: Path) -> list[dict]:
     """Return one dict per run, sorted by name. Raises ValueError if a run has not finished."""
     runs = []
     for path in sorted(folder.glob("*/*/metrics.jsonl")):
-        metrics = read_metrics(path.parent)
         world = path.parent.parent.name
         algorithm, _, seed = path.parent.name.partition("_seed")
+        if algorithm.partition("_cost")[0] not in KNOWN:
+            print(f"skipped {world}/{path.parent.name}: no table of tables.toml names it")
+            continue
+        metrics = read_metrics(path.parent)
         if algorithm in CLASSIFIED:  # These runs start from the shipped models.
             world, seed = COMPARED[0], world.removeprefix("seed")
         run = {"world": world, "algorithm": algorithm, "seed": int(seed or 0), "steps": metrics[-1]["step"]}

@@ -896,7 +896,9 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
         for i, acc in enumerate((0.2, 0.4, 0.9))
     ]
     write_run(tmp_path / "warm0/rule_seed2", [start, *steps[:2], steps[2] | {"val/toy/mean@1": 0.91234}])
+    write_run(tmp_path / "seed0/both", [start, start])  # a run of recipes/toy_disrm.sh without a table
     (run,) = evidence.collect(tmp_path)
+    assert "skipped seed0/both: no table of tables.toml names it" in capsys.readouterr().out
     assert run == {
         "world": "warm0",
         "algorithm": "rule",
