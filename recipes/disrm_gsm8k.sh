@@ -9,7 +9,11 @@
 # server and reward model share one 24 GB GPU. Small models also work without a GPU.
 # It has not been run as a whole yet, only one step with two toy models.
 # If reward/score rises but reward/acc does not, the policy is hacking the reward model.
-POLICY=${1:?pass POLICY, a folder or a hub name} REWARD_MODEL=${2:?pass REWARD_MODEL, a folder or a hub name}
+[[ ${1:--} != -* && ${2:--} != -* && ${3:-} != -* ]] || {
+  echo "usage: bash recipes/disrm_gsm8k.sh POLICY REWARD_MODEL [OUT_DIR] [FURTHER FLAGS]; flags need OUT_DIR" >&2
+  exit 2
+}
+POLICY=$1 REWARD_MODEL=$2
 [ ! -d "$POLICY" ] || POLICY=$(realpath "$POLICY")
 [ ! -d "$REWARD_MODEL" ] || REWARD_MODEL=$(realpath "$REWARD_MODEL")
 RUN=${3:+$(realpath -m "$3")}

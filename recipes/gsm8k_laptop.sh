@@ -8,7 +8,11 @@
 # The recipe selects problems of at most LONGEST characters, two thirds of which need one or two sums, and puts a
 # worked example before each problem. Before and after training, it evaluates the first HELD_OUT such problems of the
 # test set.
-MODEL=${1:?pass MODEL, a folder or a hub name}
+[[ ${1:--} != -* && ${2:-} != -* ]] || {
+  echo "usage: bash recipes/gsm8k_laptop.sh MODEL [OUT_DIR] [FURTHER FLAGS]; flags need OUT_DIR, which may be ''" >&2
+  exit 2
+}
+MODEL=$1
 [ ! -d "$MODEL" ] || MODEL=$(realpath "$MODEL")
 RUN=${2:+$(realpath -m "$2")}
 WHERE=()

@@ -506,6 +506,16 @@ def test_a_judge_that_is_missing_is_trained_only_where_it_is_then_served(run_rec
         assert said.splitlines()[-1].startswith(f"error: MODEL={model}: the folder contains no model, and ")
 
 
+def test_flags_without_the_folder_before_them_are_not_read_as_the_folder(run_recipe):
+    for name, models in (("gsm8k_laptop", ["m"]), ("disrm_gsm8k", ["p", "r"])):
+        usage = f"usage: bash recipes/{name}.sh "
+        for wrong in ([*models, "--lr", "1e-5"], ["--lr", *models], models[1:]):
+            assert run_recipe(name, *wrong, job=True, DATA="/data", OUT="/out").startswith(usage)
+        assert run_recipe(name, *models, job=True, DATA="/data", OUT="/out").out_dir == f"/out/{name}"
+        config = run_recipe(name, *models, "", "--lr", "2e-5", job=True, DATA="/data", OUT="/out")
+        assert (config.out_dir, config.lr) == (f"/out/{name}", 2e-5)
+
+
 def test_a_pretrained_policy_in_the_public_task(run_recipe):
     flags = ["--total-steps", "30", "--lr", "1e-5"]
     config = run_recipe("public_flaws", "2", "outputs/mine", *flags, job=True, BASE="someone/Small-1B")
