@@ -33,8 +33,14 @@ once() {  # once NAME COMMAND...: runs COMMAND in the background with the log NA
   mkdir -p "$(dirname "$OUT/$1")"
   { "${@:2}" >"$OUT/$1.log" 2>&1 || { echo "error: $1 failed; read $OUT/$1.log"; exit 1; }
     touch "$OUT/$1.done"; stage "$1"; } &
+  STARTED+=($!)
 }
-all_done() { while [ -n "$(jobs -rp)" ]; do wait -n; done; }
+STARTED=()
+all_done() {  # Waits for all runs. If one has failed, perhaps long ago, the script ends.
+  local run
+  for run in "${STARTED[@]}"; do wait "$run"; done
+  STARTED=()
+}
 world() {  # world NAME KIND SEED MODELS [FLAGS]: writes the world's rows and trains these models
   for model in $4; do
     once "$1/$model" python -m toy.warm_start --kind "$2" --models "$model" --seed "$3" --out-dir "$OUT/$1" "${@:5}"
@@ -50,8 +56,8 @@ unfinished() {  # unfinished WORLD ALGORITHM...: succeeds if a run of one of the
   done
   return 1
 }
-end_judge() {  # Stops the judge's server when no other job is left.
-  while [ "$(jobs -rp | wc -l)" -gt 1 ]; do wait -n; done
+end_judge() {  # Stops the judge's server when all runs are done.
+  all_done
   kill $SERVER; wait $SERVER || true
 }
 served() {  # served WORLD [prefix_judge vppo_judge]: runs FAPO and these algorithms with the trained judge

@@ -609,6 +609,26 @@ def test_the_changed_copy_of_the_evidence_has_the_functions_of_its_runs(tmp_path
         assert f"\ndef {name}(" in (tmp_path / "changed.partial" / file).read_text()
 
 
+@pytest.mark.parametrize("code, said", [("exit 3", "error: early failed; read "), ("exit 0", "all done")])
+def test_the_evidence_stops_for_a_run_that_failed_before_it_was_waited_for(tmp_path, code, said):
+    text = (ROOT / "recipes/evidence.sh").read_text()
+    (functions,) = re.findall(r"^once\(\) .*?(?=^world\(\))", text, re.M | re.S)
+    script = f"""
+        set -euo pipefail
+        OUT={tmp_path} LANES=2
+        stage() {{ echo "$1"; }}
+        {functions}
+        once early bash -c '{code}'
+        sleep 0.5
+        for name in a b c d; do once $name sleep 0.1; done
+        all_done
+        once last true
+        all_done
+        echo all done"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert said in done.stdout and (done.returncode == 0) == ("all done" in done.stdout) == (code == "exit 0")
+
+
 @pytest.mark.slow
 def test_gsm8k_with_a_small_model_from_files_alone(tmp_path):
     """In a dry run, each short problem follows the worked example, and additional flags reach the trainer."""
