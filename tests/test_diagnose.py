@@ -284,7 +284,10 @@ def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too(acc,
 def test_a_slow_reward_function_without_a_judge_is_no_slow_judge():
     lines = [{"step": step, "reward/mean": 0.5, "time/reward_wait": 90.0} for step in range(1, 9)]
     assert "slow-judge" not in named(lines)
-    assert "slow-judge" in named([line | {"genrm/asked": 128} for line in lines])
+    judged = [line | {"genrm/asked": 128} for line in lines]
+    assert "slow-judge" in named(judged)
+    # With --overlap, the policy is updated while the rewards arrive.
+    assert "slow-judge" not in named([line | {"rollout/staleness": 1} for line in judged])
 
 
 def test_chance_is_no_fall():

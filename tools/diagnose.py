@@ -131,12 +131,12 @@ RULES = [
         ["genrm/error_rate > 0.1"],
         "check that the judge is running; for unparsable or truncated critiques, see docs/judge.md",
     ),
-    # The reward wait is the time in seconds after the last rollout.
+    # The time in seconds after the last rollout. With --reward-mode colocate, all scoring is after it.
     (
         "slow-judge",
         3,
-        ["time/reward_wait > 60", "genrm/asked > 0"],
-        "start more servers for the judge, or lower genrm_max_tokens",
+        ["reward_wait > 60", "genrm/asked > 0"],
+        "start more servers for the judge, or lower genrm_max_tokens; colocate scores after all rollouts",
     ),
     # At least 160 correct answers were judged. The FAPO paper finds flaws in 20 to 40 % of correct answers.
     (
@@ -259,6 +259,8 @@ def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) 
             numbers[f"{name}/first"] = newest[key] / first
     if "rollout/called" in newest:
         numbers["calls/ever"] = called_ever
+    if "rollout/staleness" not in newest:  # With --overlap, the policy is updated during this time.
+        numbers["reward_wait"] = newest.get("time/reward_wait", 0)
     # This is an upper bound because wrong answers may be judged as well (judge_wrong).
     asked = newest.get("genrm/asked", 0)
     numbers["judged_right"] = min(asked, newest.get("reward/acc", 0) * samples_of(newest, asked))
