@@ -530,7 +530,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
     return write_table(out, rows, schema, ", ".join(path.name for path in files))
 
 
-def write_table(out: Path, rows: list[dict], schema, names: str) -> dict[str, int]:
+def write_table(out: Path, rows: list[dict], schema=None, names: str = "") -> dict[str, int]:
     """Write rows to `out`, either completely or not at all, and return {file name: number of rows}.
 
     If there are `names` of sources, the first row is shown.

@@ -33,8 +33,6 @@ from typing import Literal
 from unittest.mock import patch
 
 import aiohttp
-import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 import torch
 import transformers
@@ -60,6 +58,7 @@ from gpu_models import (
 from measuring import ROOT, error_text, started
 from tools import plan_run
 import reward_loop
+from prepare_data import write_table
 from toy import toy_world, warm_start
 from cluster.policy_group import PolicyGroup
 from cluster.servers import ClusterServers
@@ -96,7 +95,7 @@ def make_models(work: Path, device=GPU):
     for index in range(32):
         problem = toy_world.random_problem(rng, toy_world.REMAINDER)
         rows.append(toy_world.policy_row(problem, "toy", "train", index))
-    pq.write_table(pa.Table.from_pylist(rows), work / "train.parquet")
+    write_table(work / "train.parquet", rows)
     if config["model"] or config["size"] == "small":
         (work / "model").symlink_to(Path(config["model"] or work / "tiny").resolve())
     else:

@@ -15,12 +15,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from compute_score import split_paragraphs
+from prepare_data import write_table
 from run_folder import read_lines
 from toy import shop_judge, shop_world, toy_world
 
@@ -90,9 +90,7 @@ def main() -> None:
         sys.exit(f"error: --runs: too few solutions ({flawed} flawed, {sound} sound); pass more runs")
     config.out_dir.mkdir(parents=True, exist_ok=True)
     for split, some in rows.items():
-        path = config.out_dir / f"fapo_critic_{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(some), path)
-        print(f"{path}: {len(some)} rows")
+        write_table(config.out_dir / f"fapo_critic_{split}.parquet", some)
 
 
 if __name__ == "__main__":

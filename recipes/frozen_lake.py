@@ -9,8 +9,9 @@ The policy crosses a frozen lake of 4 x 4 squares to reach G, without stepping i
 shows the board, and on each square the policy reads where it is and which moves are safe. The board depends
 on the seed in the row, so there is one row per board. gymnasium rewards only reaching G; the check also finds
 moves that do not lead closer to G. The initial policy imitates a player who makes random safe moves.
-Needs gymnasium, recipes/gcd_steps.py and gym_tasks.py, and toy/ for the initial policy. Not covered: slippery
-ice, other sizes, and groups whose samples have different boards.
+Needs gymnasium, recipes/gcd_steps.py and gym_tasks.py; the initial policy and the report also need toy/,
+prepare_data.py, run_folder.py and command_line.py. Not covered: slippery ice, other sizes, and groups whose
+samples have different boards.
 """
 
 import csv
@@ -167,12 +168,14 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
     columns are means over the training samples of the last ten steps. In the line of step 0, they describe
     the first step, whose samples come from the initial policy.
     """
+    from toy.report import read_metrics  # imports torch; workers do not need this
+
     names = ("reached", "fully correct", "training: reached", "training: flawed positives")
     table = [["penalty", "seed", "step", *names]]
     for folder in folders:
         config = json.loads((folder / "config.json").read_text())
         penalty = json.loads(config["reward_kwargs"])["penalty"]
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(folder, flag="--report")
         steps = [line for line in lines if "reward/acc" in line]
         for line in lines:
             if "val/frozen_lake/mean@1" not in line:
@@ -199,11 +202,12 @@ class Config:
 
 def make_policy(config: Config) -> None:
     import torch
+    from prepare_data import write_table
     from toy import warm_start
 
     config.out_dir.mkdir(parents=True, exist_ok=True)
     for split, rows in make_rows(range(SEEDS)).items():
-        warm_start.write_table(rows, config.out_dir / f"lake_{split}.parquet")
+        write_table(config.out_dir / f"lake_{split}.parquet", rows)
     torch.set_num_threads(1)
     rng = Random(f"{config.seed}/lake")
 
@@ -220,9 +224,11 @@ def make_policy(config: Config) -> None:
 
 if __name__ == "__main__":
     import tyro
+    from command_line import one_line_errors
 
     config = tyro.cli(Config)
     if config.report:
-        report(config.report, config.report_out)
+        with one_line_errors():
+            report(config.report, config.report_out)
     else:
         make_policy(config)

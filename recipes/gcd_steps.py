@@ -113,12 +113,13 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
     The `train/...` values are means over the samples of the first or last ten steps. All other values are
     from held-out problems.
     """
+    from toy.report import read_metrics  # imports torch; workers do not need this
+
     rows = []
     for folder in folders:
         for reward in ("outcome", "fapo"):
             config = json.loads((folder / reward / "config.json").read_text())
-            text = (folder / reward / "metrics.jsonl").read_text()
-            metrics = [json.loads(line) for line in text.splitlines()]
+            metrics = read_metrics(folder / reward, flag="--report")
             steps = [line for line in metrics if "reward/acc" in line]
             for line, some in ((metrics[0], steps[:STEPS]), (metrics[-1], steps[-STEPS:])):
                 row = {"policy": Path(config["model"]).name, "reward": reward}
@@ -206,10 +207,12 @@ def make_policy(config: Config) -> None:
 
 if __name__ == "__main__":
     import tyro
+    from command_line import one_line_errors
 
     config = tyro.cli(Config)
     if config.report:
-        rows = report(config.report)
+        with one_line_errors():
+            rows = report(config.report)
         print(table(rows))
         if config.report_out:
             config.report_out.write_text("".join(json.dumps(row) + "\n" for row in rows))

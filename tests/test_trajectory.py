@@ -38,6 +38,7 @@ import reward_worker
 import rollout
 from played import advantages_of, lines_of, sample_of, says, server, toy_config, without_ray
 from policy import Sample
+from prepare_data import write_table
 from run import Run
 from tiny import groups_of, policy_of, roll_out, weights_of, with_sgd, worked
 from test_docs import blocks
@@ -2158,7 +2159,7 @@ def test_the_world_with_a_tool_on_real_servers(tmp_path):
     model = Path(__file__).parent.parent / "toy/models/shop0"
     rng = random.Random(0)
     rows = [warm_start.shop_row(rng, "train", number) for number in range(64)]
-    warm_start.write_table(rows, tmp_path / "shop_train.parquet")
+    write_table(tmp_path / "shop_train.parquet", rows)
     config = grpo_trainer.Config(
         model=str(model),
         train_file=str(tmp_path / "shop_train.parquet"),

@@ -37,8 +37,10 @@ class Config:
     so_far: bool = False  # Report unfinished runs up to their latest evaluation, and skip missing runs.
 
 
-def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
+def read_metrics(run: Path, so_far: bool = False, flag: str = "--runs") -> list[dict]:
     """Return the lines of a run's metrics.jsonl. With `so_far`, stop at the latest evaluation.
+
+    An error names the `flag` that named the run.
 
     Raises:
         ValueError: The run is not finished, or with `so_far` it has fewer than two evaluations.
@@ -51,7 +53,7 @@ def read_metrics(run: Path, so_far: bool = False) -> list[dict]:
     whole = len(metrics) > 1 and has_evaluation(metrics[0]) and has_evaluation(metrics[-1])
     if torn or not whole:
         raise ValueError(
-            f"--runs {run}: the run lacks its first or last evaluation; wait until it has "
+            f"{flag} {run}: the run lacks its first or last evaluation; wait until it has "
             "finished, or resume it"
         )
     return metrics

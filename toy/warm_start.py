@@ -14,7 +14,8 @@ lines. In the second world, the policy is trained only on sound solutions, and i
 the same kind of processor, the same seed produces the same files.
 
 Not covered: training on GPUs, and models with more than a million parameters. If you copy this file, copy
-toy/toy_world.py, toy/shop_world.py, toy/shop_judge.py, run_folder.py and compute_score.py as well.
+toy/toy_world.py, toy/shop_world.py, toy/shop_judge.py, prepare_data.py, command_line.py, reward_worker.py and
+compute_score.py as well.
 """
 
 import math
@@ -51,8 +52,6 @@ class Config:
 if __name__ == "__main__":
     CONFIG = cli(Config, __doc__.partition("Not covered")[0])
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -61,6 +60,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from prepare_data import write_table
 from toy import shop_judge, shop_world
 from toy.toy_world import (
     COARSE,
@@ -447,12 +447,7 @@ def write_rows(make_row, name: str, out_dir: Path, seed: int) -> None:
     rng = Random(f"{seed}/rows")
     for split, count in (("train", 4096), ("test", 512)):
         rows = [make_row(rng, split, index) for index in range(count)]
-        write_table(rows, out_dir / f"{name}_{split}.parquet")
-
-
-def write_table(rows: list[dict], path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    print(f"{path}: {len(rows)} rows")
+        write_table(out_dir / f"{name}_{split}.parquet", rows)
 
 
 def main(config: Config) -> None:
@@ -473,7 +468,7 @@ def main(config: Config) -> None:
         if kind.stop_at:
             kind = kind._replace(stop_at=config.stop_at)
         for name, rows in make_rows(config.kind, {"seed": config.seed}).items():
-            write_table(rows, config.out_dir / f"{name}.parquet")
+            write_table(config.out_dir / f"{name}.parquet", rows)
         tokenizer = build_tokenizer(tokenizer_corpus(rng, kind))
     arguments = (config.models, tokenizer, config.out_dir, config.seed, kind, config.stop_at)
     torch.multiprocessing.spawn(warm_start, arguments, nprocs=len(config.models))  # one process per model
