@@ -38,7 +38,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from command_line import IN_WORDS, cli, json_object, one_line_errors
-from prepare_data import read_rows, validate_row
+from prepare_data import checked_row, errors_at, read_rows, validate_row
 from reward_loop import RewardOptions, listed_models, only_model, served_models
 from reward_worker import fingerprints, flag
 from score_file import score_samples
@@ -188,6 +188,8 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
     """Read judge rows and add fields for the metrics. Raises ValueError."""
     rows = read_rows(path, ["data_source", "prompt", "reward_model", "extra_info"])[:limit]
     for number, row in enumerate(rows):
+        with errors_at(f"{path}, row {number}"):
+            row = rows[number] = checked_row(row, is_table=path.suffix == ".parquet")
         if row.get("ability") != "math_critic":
             raise ValueError(
                 f"{path}, row {number}: ability is {row.get('ability')!r}; judge rows have "
@@ -195,7 +197,6 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
             )
         validate_row(row, f"{path}, row {number}")
         extra = row["extra_info"]
-        row["prompt"] = messages_of(row["prompt"], f"{path}, row {number}")
         row["response"] = row["prompt"][0]["content"]
         if len(row["prompt"]) > 1:
             row["response"] = json.dumps(row["prompt"])
@@ -203,22 +204,6 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
         row["subset"] = extra.get("subset") or row["data_source"]
         row["final_answer_correct"] = extra.get("final_answer_correct") is not False
     return rows
-
-
-def messages_of(prompt, where: str) -> list[dict]:
-    """Return the messages of a prompt for a request. Raises ValueError if these are no texts."""
-    messages = []
-    try:
-        for message in prompt:  # Parquet adds the keys of other messages, with the value None.
-            messages.append({"role": message["role"], "content": message["content"]})
-    except (TypeError, KeyError):
-        messages = []
-    if not messages or not all(isinstance(message["content"], str) for message in messages):
-        raise ValueError(
-            f"{where}: prompt is {prompt!r:.60}; it must be a list of messages, each with the "
-            "keys role and content (a text)"
-        )
-    return messages
 
 
 def model_name(config: Config) -> str:
