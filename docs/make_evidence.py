@@ -367,13 +367,6 @@ def accepted(runs: list[dict], when: str, verdict: str) -> str:
     return f"{sound / count:.2f} of {count}" if count else "none"
 
 
-NUMBERS = (half_correct, half_mended, flawed_at, most_flawed, turning_point, halfway)
-NUMBERS += (last_steps, missed, best_earned)
-TEXTS = (num_runs, earned, median_calls, turning_points, groups_with_spread)
-TEXTS += (num_flaws, share_of_flaws, judged, accepted)
-FUNCTIONS = {function.__name__: function for function in NUMBERS + TEXTS}
-
-
 # ---- tables, as docs/evidence/tables.toml describes them
 
 
@@ -441,8 +434,8 @@ def cell_of(column: str | dict, rows: Rows, some: list[dict], runs: list[dict]) 
         return ""
     arguments = column.get("of", ())
     if "text" in column:
-        return FUNCTIONS[column["text"]](some, rows.when, *arguments)
-    number = FUNCTIONS[column["number"]]
+        return globals()[column["text"]](some, rows.when, *arguments)
+    number = globals()[column["number"]]
     return cell([number(run, *arguments) for run in some], column.get("digits", 2))
 
 
