@@ -15,12 +15,13 @@ Needs command_line.py and run_folder.py.
 
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from math import nan, sqrt
 from operator import gt, lt
 from pathlib import Path
-from statistics import fmean
+from statistics import StatisticsError, correlation, fmean
 
 import tyro
 
@@ -376,11 +377,13 @@ def explaining_result(groups: list[list[dict]]) -> str:
             values += [value - fmean(found) for value in found]
             mean = fmean(sample["reward_score"] for sample in group)
             rewards += [sample["reward_score"] - mean for sample in group]
-        size = sqrt(sum(value * value for value in values) * sum(reward * reward for reward in rewards))
-        fit = abs(sum(value * reward for value, reward in zip(values, rewards))) / (size or 1.0)
-        if len(values) == sum(map(len, groups)) and fit > best:
-            best = fit
-            name = key
+        if len(values) < sum(map(len, groups)):
+            continue
+        with suppress(StatisticsError):  # The values do not vary.
+            fit = abs(correlation(values, rewards))
+            if fit > best:
+                best = fit
+                name = key
     return name
 
 
