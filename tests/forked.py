@@ -46,7 +46,7 @@ IMPORTED = {
     "scripts": """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
         transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama tyro aiohttp.web
         uvloop accelerate pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
-        google.protobuf.message tqdm matplotlib.pyplot pytest""",
+        google.protobuf.message tqdm matplotlib.pyplot pytest reasoning_gym""",
     "servers": "vllm.entrypoints.openai.api_server vllm.v1.engine.core",
 }
 

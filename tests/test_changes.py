@@ -70,6 +70,7 @@ def test_a_change_applies_to_todays_files(diff, copy):
         compile(path.read_text(), str(path), "exec")
 
 
+@pytest.mark.slow
 def test_the_page_names_the_pairs_of_changes_that_do_not_apply_together(copy):
     text = (FOLDER / "README.md").read_text()
     sentence = re.search(r"These pairs change the same lines.*?: (.*?)\.\n", text, re.S)[1]

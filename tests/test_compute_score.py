@@ -513,6 +513,7 @@ def test_a_box_that_repeats_itself_is_read_at_once(piece, end):
     check_survives(r"\boxed{\theta" + piece * 30 + end + "}")
 
 
+@pytest.mark.slow
 def test_fuzz():
     rng = random.Random(0)
     for _ in range(10_000):

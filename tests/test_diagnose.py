@@ -441,6 +441,7 @@ def test_the_command_says_it_of_a_folder(tmp_path):
     assert (code, out) == (0, "no findings\n")
 
 
+@pytest.mark.slow
 def test_bad_folders_are_refused_in_one_line(tmp_path):
     evaluated = write(tmp_path / "evaluated", [{"step": 0, "val/toy/mean@1": 0.5}])
     foreign = write(tmp_path / "foreign", [{"step": 1, "reward/mean": "high", "actor/entropy": "low"}] * 3)

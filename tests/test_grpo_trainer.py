@@ -886,6 +886,7 @@ def test_what_depends_on_the_machines():
             config_of(**changes).resolved(gpus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text", "mamba", "llama"])
 def test_an_estimate_that_a_family_does_not_allow_is_unknown_and_stops_nothing(tmp_path, family):
     AutoConfig.for_model(family, **({"head_dim": 8} if family == "llama" else {})).save_pretrained(tmp_path)

@@ -126,6 +126,7 @@ def test_sums_for_metrics_are_read_once_per_mini_batch(model, monkeypatch):
     assert found[0] == found[1] and found[0]["__float__"] > 0
 
 
+@pytest.mark.slow
 def test_a_prefix_has_an_advantage_of_its_own(model):
     """The gradient is the sum of the gradients of the prefixes alone and of the rests alone.
 
@@ -197,6 +198,7 @@ class WithMomentum(Policy):
         return torch.optim.SGD(groups, lr=self.config.lr, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     first = WithMomentum(config_of(model=str(tmp_path / "model")), str(tmp_path / "model"), CPU)

@@ -648,6 +648,7 @@ def test_no_command_of_the_page_overwrites_the_file_of_another():
     assert len(written) > len(SOURCES) and set(written.values()) == {1}
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     def run(*arguments):
         command = [sys.executable, str(REPO / "prepare_data.py"), *arguments]

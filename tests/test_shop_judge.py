@@ -104,6 +104,7 @@ def tokenizer():
     return warm_start.build_tokenizer(warm_start.shop_judge_corpus(random.Random(0)))
 
 
+@pytest.mark.slow
 def test_the_judge_first_learns_sums_and_then_quotes_and_verdicts_of_items(tokenizer):
     """The other tokens are given. Split into pieces, a text has the same tokens as in one piece."""
     found = {}

@@ -379,6 +379,7 @@ def understood(page):
     return played(page, "document.title = JSON.stringify(RUNS.map(run => run.groups[0].samples))")
 
 
+@pytest.mark.slow
 @in_browser
 def test_samples_have_flags_verdicts_and_the_named_paragraphs(page):
     _, samples = understood(page)
