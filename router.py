@@ -365,9 +365,9 @@ class Router:
         """Return why the models of a server keep the server out of the rotation, or an empty string."""
         if not worker.models or worker.models == self.models or self.workers.get(worker.url) is not worker:
             return ""
-        # The list of a gateway may grow or shrink, which matters only if other servers could get a request.
-        known, listed = set(self.models), set(worker.models)
-        if not known or (len(self.workers) == 1 and (known < listed or listed < known)):
+        # The list of a gateway may change, which matters only if other servers could get a request.
+        is_same_gateway = len(self.workers) == 1 and set(self.models) & set(worker.models)
+        if not self.models or is_same_gateway:
             self.models = worker.models
             return ""
         theirs, ours = ", ".join(worker.models), ", ".join(self.models)
