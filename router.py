@@ -510,7 +510,7 @@ class Router:
 
         A request that has not reached a living server may wait for one. A request whose server died is a
         suspect and waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that
-        kills servers.
+        kills servers. A suspect without a server gives up its turn.
         """
         timeout_s = min(self.config.queue_timeout, deadline - time.monotonic())
         turn = contextlib.nullcontext()
@@ -522,14 +522,15 @@ class Router:
                 return worker
         self.waiting += 1
         try:
-            async with asyncio.timeout(timeout_s), turn:
-                if suspect:
-                    await asyncio.sleep(ALONE_SECONDS)
+            async with asyncio.timeout(timeout_s):
                 while True:
-                    worker = self.acquire(tried, session)
+                    async with turn:
+                        if suspect:
+                            await asyncio.sleep(ALONE_SECONDS)
+                        worker = self.acquire(tried, session)
                     if worker:
                         return worker
-                    await self.health_changed.wait()
+                    await self.health_changed.wait()  # without the turn, which others can use
         except TimeoutError:
             return self.acquire(tried, session)
         finally:

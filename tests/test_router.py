@@ -685,6 +685,35 @@ async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_an
         assert it.router.waiting == 0
 
 
+@in_a_loop
+async def test_a_suspect_without_a_server_keeps_no_other_request_waiting(monkeypatch):
+    monkeypatch.setattr(router, "ALONE_SECONDS", 0.1)
+    stop = asyncio.Event()
+
+    async def reject_one(request, upstream):
+        body = await request.read()
+        return web.Response(status=500 if body == b"rejected" else 200)
+
+    async def stop_at_one(request, upstream):
+        await (stop.wait() if await request.read() == b"rejected" else hang(request, upstream))
+        return web.Response(status=500)
+
+    async with Upstream(reject_one) as one, Upstream(stop_at_one) as two:
+        async with Running(one, two, queue_timeout=60) as it:
+            rejected = asyncio.create_task(it.ask("POST", "/", data=b"rejected"))
+            await until(lambda: two.seen)  # The first server has rejected this request.
+            assert (await it.ask("POST", "/", data=b"1"))[0] == 200
+            harmless = asyncio.create_task(it.ask("POST", "/", data=b"2"))
+            await until(lambda: len(two.seen) == 2)
+            two.health = 503
+            stop.set()
+            await until(lambda: it.router.waiting == 1)
+            await two.die()
+            assert (await asyncio.wait_for(harmless, 20))[0] == 200
+            assert it.router.waiting == 1 and len(one.seen) == 3
+            rejected.cancel()
+
+
 @pytest.mark.parametrize("count, together", [(4, 32), (8, 1)])
 @in_a_loop
 async def test_two_servers_that_answer_500_while_their_health_is_good_lose_nothing(count, together):
