@@ -101,11 +101,12 @@ def resolve_config(config: Config) -> Config:
 
     config.check()
     key = router.read_key(config.api_key, "ROUTER_API_KEY")
+    server_key = config.server_key and router.read_server_key(config.server_key)
     log_dir = Path(config.log_dir or f"outputs/genrm_logs/{config.port or os.getpid()}")
     config = replace(
         config,
         api_key=key,
-        server_key=config.server_key or key.rpartition(",")[2] or secrets.token_urlsafe(32),
+        server_key=server_key or key.rpartition(",")[2] or secrets.token_urlsafe(32),
         log_dir=log_dir.expanduser().absolute(),
         served_model_name=config.served_model_name or config.model,
     )
@@ -219,6 +220,7 @@ class ServerSlot:
     joined: int = 0  # the router start (1, 2, ...) at which the server registered; 0: not registered
     ready: bool = False  # whether the server has become ready since its latest start
     restarts: int = 0
+    rejection: str = ""  # why the router rejected the server, as printed
     hangs: bool = False  # whether the router found that the server's engine answers no requests
     given_up: str = ""  # why the service gave up on this server; empty: it is still supervised
     other_model: str = ""  # why this server would give wrong answers: other files, or a tokenizer that fails
@@ -357,6 +359,8 @@ class ModelServers:
                         self.join(slot, answered - started)
                         if slot.other_model:
                             return slot.other_model
+                        if not slot.ready and answered - started > self.config.startup_timeout:
+                            return f"did not join the router within {self.config.startup_timeout:g} s"
                     elif not self.call_server(slot, "alive"):
                         return "died"
                     elif not slot.ready and silent > self.config.startup_timeout:
@@ -400,7 +404,13 @@ class ModelServers:
                     self.post_control(slot, SLEEP)
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
-            if request("POST", url, {"url": slot.url}, self.config.server_key)[0] == 200:
+            status, text = request("POST", url, {"url": slot.url}, self.config.server_key)
+            rejection = f"status {status}: {text:.200}" if status not in (0, 200) else ""
+            if rejection and rejection != slot.rejection:
+                say(f"{self.router.name} rejected {slot.name} ({rejection})")
+            if status:
+                slot.rejection = rejection
+            if status == 200:
                 if not slot.ready:
                     say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
                 slot.ready = True

@@ -640,11 +640,12 @@ class RewardLoopManager:
 def router_key() -> str:
     """Return the key for the router. If it accepts several, the environment variable ends with the newest.
 
-    Raises ValueError if the key contains white space.
+    Raises ValueError if the key contains white space or is not ASCII.
     """
     key = os.environ.get("ROUTER_API_KEY", "").strip(", \n").rpartition(",")[2].strip()
-    if re.search(r"\s", key):  # An HTTP library would show the key in its error.
-        raise ValueError("ROUTER_API_KEY: a key contains white space; separate keys by commas")
+    if re.search(r"[^!-~]", key):  # An HTTP library would show the key in its error.
+        problem = "a key contains white space or a non-ASCII character; separate keys with commas"
+        raise ValueError(f"ROUTER_API_KEY: {problem}")
     return key
 
 

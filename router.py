@@ -141,12 +141,24 @@ def clean_url(text) -> str:
 def read_key(given: str, variable: str) -> str:
     """Return the nonempty keys in `given`, or else in the environment variable, joined by commas.
 
-    Raises ValueError if a key contains white space. (A key file may end with a newline.)
+    Raises ValueError if a key contains white space or is not ASCII. (A key file may end with a newline.)
     """
     keys = [key.strip() for key in (given or os.environ.get(variable, "")).split(",")]
-    if re.search(r"\s", "".join(keys)):
-        raise ValueError(f"{variable} or its flag: a key contains white space; separate keys by commas")
+    if re.search(r"[^!-~]", "".join(keys)):
+        problem = "a key contains white space or a non-ASCII character; separate keys with commas"
+        raise ValueError(f"{variable} or its flag: {problem}")
     return ",".join(filter(None, keys))
+
+
+def read_server_key(given: str) -> str:
+    """Return the key for the servers, from `given` or else from ROUTER_SERVER_KEY.
+
+    Raises ValueError if there are several keys.
+    """
+    key = read_key(given, "ROUTER_SERVER_KEY")
+    if "," in key:
+        raise ValueError("ROUTER_SERVER_KEY or its flag: must be one key without commas")
+    return key
 
 
 def address_of(host: str, port) -> str:
@@ -258,7 +270,7 @@ class Router:
         config.check()
         self.config = config
         self.api_key = read_key(config.api_key, "ROUTER_API_KEY")
-        self.server_key = read_key(config.server_key, "ROUTER_SERVER_KEY")
+        self.server_key = read_server_key(config.server_key)
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
         self.answered = {}  # (worker, path) -> when the latest answer came, and how many seconds it took
         self.unanswered = defaultdict(int)  # (worker, path) -> number of such requests since then

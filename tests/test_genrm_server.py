@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,15 @@ import pytest
 import genrm_server
 import rollout
 from cluster.placement import RewardModelManager
-from genrm_server import Config, ModelServers, request, reserve_port, resolve_config, split_evenly
+from genrm_server import (
+    Config,
+    ModelServers,
+    RouterProcess,
+    request,
+    reserve_port,
+    resolve_config,
+    split_evenly,
+)
 from played import stand_in_for_vllm
 from policy import Sample
 from rollout import PolicyServers, rollout_vllm
@@ -263,6 +272,30 @@ def test_a_key_with_white_space_is_rejected_without_being_shown(stand_in, monkey
     with pytest.raises(ValueError, match="ROUTER_API_KEY .*white space") as error:
         ModelServers(settings(stand_in))
     assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key, problem", [("s3cret new", "white space"), ("s3cret\u00e9", "ASCII"), ("s3cret,new", "one key")]
+)
+def test_a_servers_key_that_no_server_accepts_is_rejected_without_being_shown(stand_in, key, problem):
+    with pytest.raises(ValueError, match=f"ROUTER_SERVER_KEY or its flag: .*{problem}") as error:
+        resolve_config(settings(stand_in, server_key=key))
+    assert "s3cret" not in str(error.value)
+    assert resolve_config(settings(stand_in, server_key="s3cret\n")).server_key == "s3cret"
+
+
+def test_a_server_that_the_router_rejects_ends_the_start(stand_in, monkeypatch, capfd):
+    def with_another_key(config):
+        return RouterProcess(replace(config, server_key="another"))
+
+    monkeypatch.setattr(genrm_server, "RouterProcess", with_another_key)
+    servers = ModelServers(settings(stand_in), wait=False)
+    until(lambda: "router rejected server 0 (status 401: " in capfd.readouterr().out)
+    time.sleep(0.5)
+    assert "rejected" not in capfd.readouterr().out  # It is said once.
+    servers.config.startup_timeout = 0.5
+    with pytest.raises(RuntimeError, match=r"server 0 did not join the router within 0\.5 s; the last lines"):
+        servers.wait_ready()
 
 
 def test_cpu_servers(stand_in, monkeypatch):

@@ -1366,6 +1366,13 @@ async def test_api_key():
         assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may require it as well
 
 
+@pytest.mark.parametrize("keys", [dict(api_key="old,s3cret\u00e9"), dict(server_key="s3cret,new")])
+def test_keys_that_cannot_be_sent_are_rejected_without_being_shown(keys):
+    with pytest.raises(ValueError, match="ASCII|one key") as error:
+        Router(Config(**keys))
+    assert "s3cret" not in str(error.value)
+
+
 @in_a_loop
 async def test_two_keys_are_both_accepted_while_one_replaces_the_other():
     for given in ("old,new", " old , new\n", "new,,old,"):
