@@ -270,6 +270,7 @@ class ModelServers:
         process = RouterProcess(config)
         self.router = ServerSlot(f"{label}router", process, process.log)
         self.router_address = process.address
+        say(f"{label}servers are starting ({n}); their logs are in {config.log_dir}")
         self.threads = []
         for slot in (self.router, *self.slots):
             thread = threading.Thread(target=self.supervise, args=[slot], daemon=True)

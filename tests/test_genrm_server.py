@@ -582,6 +582,14 @@ def test_the_first_error_is_shown_although_the_last_one_is_far_below(stand_in):
     child.stop()
 
 
+def test_a_start_names_the_logs_before_a_server_is_ready(stand_in, capfd):
+    (stand_in / "hang").touch()
+    config = settings(stand_in, num_servers=2)
+    with running(config, name="genrm", wait=False):
+        said = capfd.readouterr().out
+        assert f"[genrm] servers are starting (2); their logs are in {config.log_dir}" in said
+
+
 def test_a_start_that_takes_too_long(stand_in):
     (stand_in / "hang").touch()
     with pytest.raises(RuntimeError, match=r"not ready after \d+\.\d s; raise --startup-timeout"):
