@@ -35,16 +35,22 @@ class ProcessSpec:
     cpus: float
     gpus: float = 0.0  # a fraction of one GPU, or a number of whole GPUs
     apart: bool = False  # whether these processes (such as ranks) must not share a GPU
+    awake: float = 0.0  # the fraction of a GPU that a server with sleep_mode uses while it is awake
+
+    @property
+    def share(self) -> float:
+        """The GPUs that a process uses at most."""
+        return max(self.gpus, self.awake)
 
 
 def server_spec(config: Config) -> ProcessSpec:
     """Return the spec of a model's servers. Servers with sleep_mode on shared GPUs reserve almost nothing."""
-    gpus = 0.0
+    gpus = awake = 0.0
     if config.device == "cuda":
         gpus = config.gpu_share * config.tensor_parallel_size
         if config.sleep_mode and config.gpu_share < 1:
-            gpus = SLEEPER_GPUS
-    return ProcessSpec(config.num_servers, SERVER_CPUS, gpus)
+            gpus, awake = SLEEPER_GPUS, config.gpu_share
+    return ProcessSpec(config.num_servers, SERVER_CPUS, gpus, awake=awake)
 
 
 def rank_spec(config) -> ProcessSpec:
@@ -90,6 +96,10 @@ class GpuSlot:
     def has_room(self, name: str, spec: ProcessSpec) -> bool:
         if self.gpus != 1 or not spec.gpus or (spec.apart and self.count(name)):
             return False
+        # Ranks free memory for servers that are awake. The servers are awake at the same time.
+        servers = sum(other.share for other in self.processes.values() if not other.apart)
+        if not spec.apart and servers + spec.share > 1.001:
+            return False
         return self.taken + spec.gpus < 1.001
 
 
@@ -103,7 +113,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
 
     def need(name):
         spec = specs[name]
-        return spec.apart or spec.gpus >= 1, spec.gpus
+        return spec.apart or spec.gpus >= 1, spec.gpus, spec.awake
 
     slots = []
     for name in sorted(specs, key=need, reverse=True):
@@ -120,7 +130,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
                 placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
                 placed = ", ".join(placed) or "no other process"
                 raise ValueError(
-                    f"not enough GPUs: {name} {number} needs {spec.gpus:g} of {gpus:g} GPUs in addition to "
+                    f"not enough GPUs: {name} {number} needs {spec.share:g} of {gpus:g} GPUs in addition to "
                     f"{placed}; let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 "
                     "--genrm-gpu-share 0.25), start fewer processes, or pass --device cpu for a tiny policy"
                 )

@@ -75,6 +75,21 @@ def test_judges_that_sleep_are_spread_and_go_where_least_is_taken():
     assert set(first) == {"rank 0", "server 0"} and set(second) == {"rank 1", "judge 0"}
 
 
+def test_servers_that_are_awake_together_fit_on_their_gpu():
+    """The policy frees memory for judges that are awake, but its servers do not."""
+    rank = {"rank": Spec(1, 0, 0.7, apart=True)}
+    server = {"server": Spec(1, 0, 0.3)}
+    assert len(on_gpus(rank | server | {"judge": Spec(1, 0, ASLEEP, awake=0.7)}, 1)) == 1
+    for judges in (
+        {"judge": Spec(1, 0, ASLEEP, awake=0.75)},
+        {"judge": Spec(2, 0, ASLEEP, awake=0.4)},
+        {"judge": Spec(1, 0, ASLEEP, awake=0.4), "rm": Spec(1, 0, ASLEEP, awake=0.4)},
+    ):
+        with pytest.raises(ValueError, match=r"not enough GPUs: (judge|rm) [01] needs 0\.(4|75) of 1 GPUs"):
+            layout(rank | server | judges, 1)
+        assert len(on_gpus(rank | server | judges, 2)) == 2  # A second GPU has room.
+
+
 def can_fit(specs, gpus):
     """Return whether the ranks (the first spec, each on a separate GPU) and all others fit.
 
@@ -150,7 +165,7 @@ def test_the_parts_of_a_run(monkeypatch):
     assert specs["rank"] == Spec(4, 0.25, 0.5, apart=True) and specs["policy server"] == Spec(2, 0.5, 2.0)
     assert specs["genrm"] == specs["rm"] == Spec(3, 0.5, 0.25)
     asleep = process_specs(config_of(**changes, reward_mode="colocate"))
-    assert asleep["genrm"] == Spec(3, 0.5, ASLEEP) and asleep["policy server"].gpus == 2.0
+    assert asleep["genrm"] == Spec(3, 0.5, ASLEEP, awake=0.25) and asleep["policy server"].gpus == 2.0
     own = process_specs(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
     assert own["genrm"].gpus == 1.0  # the judge has a GPU alone, so it need not sleep
 
