@@ -64,6 +64,8 @@ class Config:
     seed: int = 0  # Random seed. Server i uses seed + i, so that servers sample different answers.
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
     queue_timeout: float = 180.0  # Maximum time that a request waits for a healthy server, in seconds.
+    # Additional arguments for router.py, after an equals sign: --router-args="--max-body-mib 256".
+    router_args: Annotated[str, IN_WORDS] = ""
     # Key that clients must send as a bearer token. Empty: the value of ROUTER_API_KEY, or no key.
     api_key: Annotated[str, IN_WORDS] = field(default="", repr=False)
     # Key that the router sends to the servers. Empty: the last key of --api-key, or a random key.
@@ -93,6 +95,9 @@ class Config:
             raise ValueError(f"{share}: a server with several GPUs cannot share them; pass 1")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be between 0 and 65535")
+        for flag in ("--host", "--port", "--policy", "--queue-timeout", "--api-key", "--server-key"):
+            if flag in re.split(r"[\s=]", self.router_args):
+                raise ValueError(f"--router-args {flag}: pass {flag} to genrm_server.py itself")
 
 
 def resolve_config(config: Config) -> Config:
@@ -672,6 +677,7 @@ class RouterProcess(Process):
         router.warn_if_open(config.host, config.api_key, say)
         command = [sys.executable, router.__file__, "--host", config.host, "--port", port]
         command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
+        command += config.router_args.split()
         env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
         super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
 

@@ -174,6 +174,8 @@ def warn_if_open(host: str, api_key: str, say) -> None:
         say(f"WARNING: --host {host} opens the router to the network without a key; set ROUTER_API_KEY")
 
 
+# This text follows a flag in an error.
+OF_ROUTER = "of router.py (genrm_server.py: in --router-args; with --genrm, serve the judge separately)"
 FAILED = {500, 502, 503, 504}
 LACKS = {  # errors for which the router's machine is to blame, not a server
     errno.EMFILE: "out of file descriptors; raise the limit (ulimit -n)",
@@ -473,13 +475,13 @@ class Router:
             return web.Response(text=self.metrics())
         is_forwarded = (path + "/").startswith(self.forwarded) and ".." not in unquote(path)
         if path != "/workers" and not is_forwarded:
-            return error_response(404, f"{path} is not forwarded; add the path to --forward")
+            return error_response(404, f"{path} is not forwarded; add the path to --forward {OF_ROUTER}")
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             size = self.config.max_body_mib
-            message = f"the request body is larger than {size} MiB; "
-            return error_response(413, message + "start router.py with a higher --max-body-mib")
+            message = f"the request body is larger than {size} MiB; raise --max-body-mib {OF_ROUTER}"
+            return error_response(413, message)
         if path == "/workers":
             return await self.serve_workers(request, body)
         return await self.forward(request, body)
@@ -580,8 +582,8 @@ class Router:
             seconds = time.monotonic() - begun
             fate = await self.judge_failure(worker, error, problem, deadline)
             if fate == "late":
-                limit = f"{config.request_timeout:g} s; start router.py with a higher --request-timeout"
-                return error_response(504, f"no response within {limit}")
+                remedy = f"raise --request-timeout {OF_ROUTER}"
+                return error_response(504, f"no response within {config.request_timeout:g} s; {remedy}")
             if fate == "lacking" and not session:
                 avoided = [worker]  # A lack of ports may concern only connections to this server.
             if fate in ("lacking", "unreachable"):

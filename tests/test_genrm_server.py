@@ -336,6 +336,16 @@ def test_cpu_servers(stand_in, monkeypatch):
         }
 
 
+def test_the_router_gets_the_arguments_that_its_errors_name(stand_in):
+    with running(settings(stand_in)) as servers:
+        status, text = request("GET", f"http://{servers.router_address}/other")
+        assert status == 404 and "--forward of router.py (genrm_server.py: in --router-args" in text
+    with running(settings(stand_in, router_args="--forward /v1 /other")) as servers:
+        assert ask(f"http://{servers.router_address}", "/other")["calls"]
+    with pytest.raises(ValueError, match="--router-args --port: pass --port to genrm_server.py itself"):
+        settings(stand_in, router_args="--port=1").check()
+
+
 @pytest.mark.slow
 def test_servers_that_share_a_gpu(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")

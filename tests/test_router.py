@@ -321,7 +321,7 @@ async def test_large_bodies_both_ways_and_the_limit():
         body = random.Random(0).randbytes(30 << 20)
         assert (await it.ask("POST", "/", data=body))[:2] == (200, body)
         status, text, _ = await it.ask("POST", "/", data=b"x" * ((31 << 20) + 1))
-        assert status == 413 and b"--max-body-mib" in text
+        assert status == 413 and b"--max-body-mib of router.py (genrm_server.py: in --router-args" in text
 
         async def chunks():  # no Content-Length: counted as it comes
             for _ in range(32):
@@ -747,7 +747,9 @@ async def test_request_timeout_gives_504_or_cuts_a_begun_stream():
         Running(up, other, request_timeout=0.2, unhealthy_after=1) as it,
     ):
         status, text, _ = await it.ask("POST", "/", data=b"{}")
-        assert status == 504 and "--request-timeout" in json.loads(text)["error"]["message"]
+        assert (
+            status == 504 and "--request-timeout of router.py (genrm" in json.loads(text)["error"]["message"]
+        )
         await asyncio.wait_for(up.cancelled.wait(), 60)  # the server was notified
         assert it.worker(up).healthy and it.worker(other).healthy  # neither server is to blame
     async with (
