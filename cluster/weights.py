@@ -53,7 +53,8 @@ def to_all(folders: dict, method: str, *arguments) -> None:
     """Call a method of all folders. If a node no longer exists, remove its folder from `folders`.
 
     The calls are made in waves of one, two, four ... folders. In each wave, Ray can fetch objects from all
-    nodes that already have them, so the time grows with the logarithm of the number of nodes.
+    nodes that already have them, so the time grows with the logarithm of the number of nodes. Raises
+    RuntimeError if a folder cannot be created.
     """
     keys = list(folders)
     done = 0
@@ -63,6 +64,8 @@ def to_all(folders: dict, method: str, *arguments) -> None:
         for key, call in calls.items():
             try:
                 ray.get(call)
-            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
+                if getattr(error, "actor_init_failed", False):  # The node exists.
+                    raise RuntimeError(str(error).strip().rpartition("\n")[2]) from None
                 del folders[key]
         done += len(wave)

@@ -334,6 +334,10 @@ def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path, small_ray):
         for node in nodes[1:]:
             found = load_file(tmp_path / node / "model.safetensors")
             assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+        # A folder that cannot be made is an error, although its node exists.
+        broken = {nodes[-1]: kind.remote(here + "/model.safetensors", {})}
+        with pytest.raises(RuntimeError, match="^FileExistsError: .*model.safetensors"):
+            to_all(broken, "finish", 0)
     finally:
         ray.shutdown()
         cluster.shutdown()
