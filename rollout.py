@@ -16,11 +16,13 @@ vocabulary size V.
 import asyncio
 import contextlib
 import copy
+import errno
 import hashlib
 import json
 import mmap
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import threading
@@ -638,11 +640,13 @@ class WeightFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(self.path)  # lstat does not follow links.
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"policy servers: {path} is not a folder that this user owns; remove it")
+            where = f"{path} on {socket.gethostname()}"
+            raise PermissionError(f"policy servers: {where} is not a folder that this user owns; remove it")
         os.chmod(self.path, 0o700)
-        for name, content in files.items():
-            (self.path / name).parent.mkdir(exist_ok=True)
-            (self.path / name).write_bytes(content)
+        with self.naming_node():
+            for name, content in files.items():
+                (self.path / name).parent.mkdir(exist_ok=True)
+                (self.path / name).write_bytes(content)
         self.writer = ThreadPoolExecutor(1)
         self.written = []
 
@@ -665,7 +669,8 @@ class WeightFolder:
             if found.st_size != size or path not in self.mapped or self.mapped[path][0] != state:
                 self.unmap(path)
                 file.truncate(size)
-                os.posix_fallocate(file.fileno(), 0, size)
+                with self.naming_node():
+                    os.posix_fallocate(file.fileno(), 0, size)
                 buffer = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
                 self.mapped[path] = state, buffer, self.register(buffer)
         return self.mapped[path][1]
@@ -695,9 +700,20 @@ class WeightFolder:
     def write(self, number: int, pack) -> None:
         """Write part `number` of the weights. `pack` is the content of a safetensors file."""
         path = self.file_of(number)
-        with open(path, "r+b" if path.exists() else "wb") as file:
+        with self.naming_node(), open(path, "r+b" if path.exists() else "wb") as file:
             file.write(memoryview(pack))
             file.truncate()
+
+    @contextlib.contextmanager
+    def naming_node(self):
+        """Name the node and the remedy in an error for lack of space."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            where = f"{self.path} on {socket.gethostname()}; enlarge {self.path.parent} there"
+            raise OSError(errno.ENOSPC, f"{error.strerror} for the weights in {where}") from None
 
     def add(self, number: int, pack) -> None:
         """Write a part in a thread, while the next part is sent. The caller must not change `pack`."""

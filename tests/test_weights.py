@@ -4,6 +4,8 @@ import json
 import mmap
 import os
 import shutil
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,11 +119,20 @@ def test_weights_without_room_are_an_error_before_anything_is_written(monkeypatc
     monkeypatch.setattr(WeightFolder, "mapped", {})
     folder = WeightFolder(f"/dev/shm/test_weights_{os.getpid()}", {})
     try:
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(OSError, match="No space left on device .*; enlarge /dev/shm there"):
             folder.map_file(0, 2**45)
         assert not folder.mapped
     finally:
         folder.close()
+
+
+def test_a_write_without_room_names_the_node_and_a_remedy(tmp_path, monkeypatch):
+    folder = WeightFolder(str(tmp_path / "folder"), {})
+    monkeypatch.setattr(folder, "file_of", lambda number: Path("/dev/full"))
+    folder.add(0, b"1")
+    where = f"for the weights in {folder.path} on {socket.gethostname()}; enlarge {tmp_path} there"
+    with pytest.raises(OSError, match=f"No space left on device {where}"):
+        folder.finish(1)
 
 
 @pytest.mark.parametrize("error, lines", [(0, 0), (1, 1)])
