@@ -180,6 +180,7 @@ def changed_file(before: dict, now: dict, sizes_only: bool = False) -> str:
 
 WATCH_EVERY = 0.5  # seconds between two health checks of a server
 HEALTH_TIMEOUT = 2.0  # time limit for a response from /health, in seconds
+JOIN_TIMEOUT = 30.0  # seconds to wait for the router, which checks the health of a server that joins
 HANG_SECONDS = 180.0  # A server whose /health does not respond for this long is killed and restarted.
 MAX_DEATHS = 5  # The service gives up on a server after this many deaths in a row before it is ready.
 RESTART_DELAY = 1.0  # seconds before a restart; doubled for each failed start in a row, up to 60 seconds
@@ -410,7 +411,7 @@ class ModelServers:
                     self.post_control(slot, SLEEP)
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
-            status, text = request("POST", url, {"url": slot.url}, self.config.server_key)
+            status, text = request("POST", url, {"url": slot.url}, self.config.server_key, JOIN_TIMEOUT)
             rejection = f"status {status}: {text:.200}" if status not in (0, 200) else ""
             if rejection and rejection != slot.rejection:
                 say(f"{self.router.name} rejected {slot.name} ({rejection})")

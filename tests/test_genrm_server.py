@@ -41,6 +41,7 @@ from genrm_server import (
 from played import stand_in_for_vllm
 from policy import Sample
 from rollout import PolicyServers, rollout_vllm
+from router import Config as RouterConfig
 from router import SglangGenerate
 from test_reward_loop import alive, free_port, until
 from tiny import policy_of
@@ -296,6 +297,20 @@ def test_a_server_that_the_router_rejects_ends_the_start(stand_in, monkeypatch, 
     servers.config.startup_timeout = 0.5
     with pytest.raises(RuntimeError, match=r"server 0 did not join the router within 0\.5 s; the last lines"):
         servers.wait_ready()
+
+
+def test_joining_waits_longer_than_the_router_checks_health(stand_in, monkeypatch):
+    limits = []
+
+    def note_limit(method, url, body=None, api_key="", timeout=5.0):
+        if method == "POST" and url.endswith("/workers"):
+            limits.append(timeout)
+        return request(method, url, body, api_key, timeout)
+
+    monkeypatch.setattr(genrm_server, "request", note_limit)
+    with running(settings(stand_in)):
+        pass
+    assert min(limits) > RouterConfig.health_timeout
 
 
 def test_cpu_servers(stand_in, monkeypatch):
