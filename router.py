@@ -589,7 +589,8 @@ class Router:
             if fate in ("lacking", "unreachable"):
                 continue  # No server has seen the request.
             fates.append(fate)
-            if fate == "alive":
+            has_answered = fate == "silent" and not error  # Only the health check was slow.
+            if fate == "alive" or has_answered:
                 tried.append(worker)
             deaths = fates.count("dead")
             if fate == "dead" and (deaths > 2 or (deaths > 1 and seconds < ALONE_SECONDS)):

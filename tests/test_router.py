@@ -1076,6 +1076,17 @@ async def test_an_error_of_a_server_whose_health_is_silent_is_no_death(status):
         assert (await it.ask("POST", "/", data=b"{}"))[0] == status
 
 
+@in_a_loop
+async def test_a_server_that_returns_an_error_is_not_asked_again_although_its_health_was_silent():
+    async with Upstream(answers(500)) as up, Running(up, queue_timeout=60) as it:
+        await fall_silent(it, up)
+        asked = asyncio.create_task(it.ask("POST", "/", data=b"{}"))
+        await until(lambda: not it.worker(up).healthy)
+        up.health = 200
+        await it.router.poll(it.worker(up))
+        assert (await asked)[0] == 500 and len(up.seen) == 1
+
+
 def test_a_machine_that_is_lost_shows_within_a_minute():
     """This works as for any other server that hangs (see above)."""
     config = Config()
