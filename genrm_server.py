@@ -185,7 +185,8 @@ HANG_SECONDS = 180.0  # A server whose /health does not respond for this long is
 MAX_DEATHS = 5  # The service gives up on a server after this many deaths in a row before it is ready.
 RESTART_DELAY = 1.0  # seconds before a restart; doubled for each failed start in a row, up to 60 seconds
 PROBE = "Is 3 + 4 = 7? Yes, it is."  # a text for the servers' tokenizer
-CONTROL_TIMEOUT = 600.0  # seconds; a control call may load weights or wait for running requests
+CONTROL_TIMEOUT = 600.0  # seconds; a control call may load weights
+SLEEP_TIMEOUT = 3900.0  # seconds; sleep waits for running requests, which the router ends after an hour
 SLEEP = "/sleep?level=1&mode=wait"  # Moves weights to CPU memory. Without mode=wait, vLLM aborts requests.
 # Servers on the same GPU start one after the other: a starting vLLM measures its memory use, and would count
 # the memory of another server that starts at the same time.
@@ -490,9 +491,11 @@ class ModelServers:
 
         Raises RuntimeError if the response status is not 200.
         """
-        status, text = request("POST", slot.url + path, body, self.config.server_key, CONTROL_TIMEOUT)
+        limit = SLEEP_TIMEOUT if path == SLEEP else CONTROL_TIMEOUT
+        status, text = request("POST", slot.url + path, body, self.config.server_key, limit)
         if status != 200:
-            raise RuntimeError(f"{slot.name}: POST {path} failed (status {status}): {text[:300]}")
+            problem = f"status {status}" if status else f"time limit: {limit:g} s"
+            raise RuntimeError(f"{slot.name}: POST {path} failed ({problem}): {text[:300]}")
         return text
 
     def post_control_all(self, path: str, body: dict | None = None) -> dict[ServerSlot, str]:

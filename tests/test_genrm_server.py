@@ -262,6 +262,24 @@ def test_a_control_call_is_made_to_all_servers_at_once(monkeypatch):
     servers.post_control_all("/collective_rpc")
 
 
+def test_sleep_waits_as_long_as_a_request_may_run(monkeypatch):
+    servers = object.__new__(ModelServers)
+    servers.config = SimpleNamespace(server_key="key")
+    servers.slots = [genrm_server.ServerSlot("server 0", None, Path(), "http://127.0.0.1:1", joined=1)]
+    limits = {}
+
+    def time_out(method, url, body=None, api_key="", timeout=5.0):
+        limits[url] = timeout
+        return (200, "") if url.endswith("/health") else (0, "TimeoutError: timed out")
+
+    monkeypatch.setattr(genrm_server, "request", time_out)
+    with pytest.raises(
+        RuntimeError, match=r"server 0: POST /sleep.*failed \(time limit: \d{4} s\): .*timed out"
+    ):
+        servers.post_control_all(genrm_server.SLEEP)
+    assert limits["http://127.0.0.1:1" + genrm_server.SLEEP] > RouterConfig.request_timeout
+
+
 def test_cores_are_shared_out():
     assert split_evenly([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert split_evenly([4, 5, 6], 2) == [[4], [5, 6]]
