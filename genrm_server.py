@@ -60,7 +60,9 @@ class Config:
     dtype: Annotated[str, IN_WORDS] = ""
     max_model_len: int = 0  # Maximum length of prompt plus answer, in tokens. 0: the limit of the model.
     sleep_mode: bool = False  # Let the servers release their GPU memory while they sleep (GPUs only).
-    control: bool = False  # Enable vLLM's control endpoints, such as /collective_rpc (see --server-key).
+    # Enable vLLM's control endpoints, such as /collective_rpc (see --server-key). The model's files and
+    # tokenizer are then not checked, because these endpoints can replace the weights.
+    control: bool = False
     seed: int = 0  # Random seed. Server i uses seed + i, so that servers sample different answers.
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
     queue_timeout: float = 180.0  # Maximum time that a request waits for a healthy server, in seconds.
