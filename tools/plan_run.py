@@ -5,10 +5,11 @@
     python -m tools.plan_run --model PATH ... --gpus 4 4               # for two nodes with four GPUs each
 
 This script checks settings and prompts as the trainer does, then estimates memory from each model's
-config.json. It does not check the weights, whether the adapters fit the model, and what the reward function
-needs in the rows; the trainer's --dry-run does. On GPUs, it also reserves the resources of the run in Ray,
-prints the processes of each node, and releases the resources; if you pass --gpus, it computes the placement
-without Ray. For each vLLM server, it prints how many tokens fit into the key-value cache.
+config.json. It does not check the weights, whether the adapters fit the model, or whether the rows have what
+the reward function needs; the trainer's --dry-run checks all three. On GPUs, it also reserves the resources
+of the run in Ray, prints the processes of each node, and releases the resources; if you pass --gpus, it
+computes the placement without Ray. For each vLLM server, it prints how many tokens fit into the key-value
+cache.
 """
 
 import dataclasses
@@ -280,22 +281,28 @@ def vllm_argument(server, flag: str, default: float) -> float:
 def placement_lines(config, specs: dict[str, ProcessSpec]) -> list[str]:
     """Describe the processes of each node, as in "a + b" if they share a GPU, and shares that are too large.
 
-    A judge that sleeps during other work counts with its whole share: the others keep theirs when it wakes.
+    While the judges are awake, the policy uses less than its share (--reward-mode colocate).
     """
-    awake = process_specs(dataclasses.replace(config, reward_mode="standalone"))
     lines = []
     for node, bundles in placement(config, specs).items():
         held = []
         too_large = []
         for processes in bundles:
-            shares = [awake[name].gpus for name, _ in processes]
-            names = [label(name, number, share) for (name, number), share in zip(processes, shares)]
-            held.append(" + ".join(names))
-            if len(shares) > 1 and round(sum(shares), 2) > SHARED:
-                what = f"{sum(shares):9.2f} of a GPU  {held[-1]}"
-                too_large.append(f"{what}: too little memory; the shares must add up to at most {SHARED}")
+            held.append(labels(processes, specs))
+            during_updates = [one for one in processes if not specs[one[0]].awake]
+            of_servers = [one for one in processes if not specs[one[0]].apart]
+            for together in (during_updates, of_servers):
+                total = sum(specs[name].share for name, _ in together)
+                if len(together) > 1 and round(total, 2) > SHARED:
+                    problem = f"too much for one GPU; lower these shares to at most {SHARED} in total"
+                    too_large.append(f"{total:9.2f} of a GPU  {labels(together, specs)}: {problem}")
+                    break
         lines += [f"{node}: {', '.join(held)}", *too_large]
     return lines
+
+
+def labels(processes: list[tuple[str, int]], specs: dict[str, ProcessSpec]) -> str:
+    return " + ".join(label(name, number, specs[name].share) for name, number in processes)
 
 
 def placement(config, specs: dict[str, ProcessSpec]) -> dict[str, list[list[tuple[str, int]]]]:
