@@ -30,12 +30,18 @@ def let_pass(result: dict) -> bool:
     return result["acc"] is True and result["flawed_positive"] is False and result["genrm_status"] == "ok"
 
 
+def check_share(share) -> None:
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"share {share!r}: must be above 0 and at most 1 (in --reward-kwargs)")
+
+
 def is_drawn(share: float, *about) -> bool:
     """Return whether an answer is in a random sample of all answers. The sample is the same in every run.
 
     Equal answers are drawn independently of each other: the draw depends on how often this worker has seen
-    the answer.
+    the answer. Raises ValueError if `share` is not above 0 and at most 1.
     """
+    check_share(share)
     name = zlib.crc32(repr(about).encode())
     seen[name] += 1
     return random.Random(f"{name} {seen[name]}").random() < share
@@ -81,14 +87,12 @@ async def audited(
 def check_audited(row: dict, settings: dict) -> None:
     """Raise ValueError if the check of compute_score_fapo fails, or the share or second judge is invalid."""
     fapo.check_judged(row, settings)
-    share = settings.get("share", 0.05)
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"share: {share!r} must be above 0 and at most 1 (in --reward-kwargs)")
+    check_share(settings.get("share", 0.05))
     second = settings.get("second") or {}
     if not isinstance(second, dict):
         raise ValueError(f"second: {second!r} is not an object of settings (in --reward-kwargs)")
-    first, *others = settings["reward_router_addresses"]  # Their order is that of the command line.
-    if not second and "audit" not in others:
+    models = list(settings["reward_router_addresses"])  # in the order of the command line
+    if not second and "audit" not in models[1:]:
         raise ValueError(
             "audited: there is no second judge; name it audit (--genrm judge=PATH audit=PATH2), or give the "
             "settings `second` (in --reward-kwargs)"
@@ -127,8 +131,8 @@ async def two_judges(
 def check_two_judges(row: dict, settings: dict) -> None:
     """Raise ValueError if the check of compute_score_fapo fails, or there is no strict judge."""
     fapo.check_judged(row, settings)
-    first, *others = settings["reward_router_addresses"]
-    if "strict" not in others:
+    models = list(settings["reward_router_addresses"])
+    if "strict" not in models[1:]:
         raise ValueError(
             "two_judges: no second reward model is named strict; pass --genrm quick=PATH strict=PATH2"
         )
@@ -140,8 +144,10 @@ async def votes(
     """Score with the verdict of more than half of k critiques. Without such a majority, there is no verdict.
 
     `genrm_agreement` is the fraction of the k critiques with the majority's verdict. If it stays near 1, one
-    critique is enough. At genrm_temperature 0, equal requests would share one answer.
+    critique is enough. Raises ValueError if genrm_temperature is 0, because equal requests then share one
+    answer.
     """
+    check_critiques(k, settings)
     sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
     settings["turns"] = turns
     first = await fapo.compute_score_fapo(*sample, **settings)
@@ -162,13 +168,16 @@ async def votes(
 
 
 def check_votes(row: dict, settings: dict) -> None:
-    """Raise ValueError if the check of compute_score_fapo fails, or if all critiques would be equal."""
+    """Raise ValueError if the check of compute_score_fapo fails, or if `votes` would raise ValueError."""
     fapo.check_judged(row, settings)
-    k = settings.get("k", 3)
+    check_critiques(settings.get("k", 3), settings)
+
+
+def check_critiques(k, settings: dict) -> None:
     if not isinstance(k, int) or k < 1:
-        raise ValueError(f"k: {k!r} must be a whole number of at least 1 (in --reward-kwargs)")
-    if k > 1 and settings.get("genrm_temperature") == 0:
-        raise ValueError("genrm_temperature: 0 would make all k critiques equal; pass 0.6")
+        raise ValueError(f"k {k!r}: must be a whole number of at least 1 (in --reward-kwargs)")
+    if settings.get("genrm_temperature") == 0:
+        raise ValueError("genrm_temperature 0: all k critiques would be the same; pass 0.6")
 
 
 CHECKLIST = """[Problem]

@@ -89,16 +89,21 @@ def test_their_judges_read_turns_and_the_answer_is_the_policys(serve, name):
         ("audited", ["h:1"], {"second": "no_truth"}, "second: 'no_truth' is not an object of settings"),
         ("audited", ["judge=h:1", "audit=h:2"], {}, None),
         ("audited", ["judge=h:1", "audit=h:2"], {"share": 1}, None),
-        ("audited", ["judge=h:1", "audit=h:2"], {"share": 0}, "share: 0 must be above 0 and at most 1"),
-        ("audited", ["judge=h:1", "audit=h:2"], {"share": 5}, "share: 5 must be"),
-        ("audited", ["judge=h:1", "audit=h:2"], {"share": "0.1"}, "share: '0.1' must be"),
+        ("audited", ["judge=h:1", "audit=h:2"], {"share": 0}, "share 0: must be above 0 and at most 1"),
+        ("audited", ["judge=h:1", "audit=h:2"], {"share": 5}, "share 5: must be"),
+        ("audited", ["judge=h:1", "audit=h:2"], {"share": "0.1"}, "share '0.1': must be"),
         ("two_judges", ["h:1"], {}, "no second reward model is named strict; pass --genrm quick=PATH strict"),
         ("two_judges", ["strict=h:1", "quick=h:2"], {}, "no second reward model is named strict"),
         ("two_judges", ["quick=h:1", "strict=h:2"], {}, None),
-        ("votes", ["h:1"], {"k": 1, "genrm_temperature": 0}, None),
-        ("votes", ["h:1"], {"k": 0}, "k: 0 must be a whole number of at least 1"),
-        ("votes", ["h:1"], {"k": 2.5}, "k: 2.5 must be"),
-        ("votes", ["h:1"], {"genrm_temperature": 0}, "genrm_temperature: 0 would make all k critiques equal"),
+        ("votes", ["h:1"], {"k": 1}, None),
+        ("votes", ["h:1"], {"k": 0}, "k 0: must be a whole number of at least 1"),
+        ("votes", ["h:1"], {"k": 2.5}, "k 2.5: must be"),
+        (
+            "votes",
+            ["h:1"],
+            {"genrm_temperature": 0},
+            "genrm_temperature 0: all k critiques would be the same",
+        ),
         ("rubric", ["h:1"], {}, None),
     ],
 )
@@ -162,6 +167,9 @@ def test_the_same_judge_may_be_asked_in_other_words_and_a_failure_is_no_opinion(
     assert result["audit_status"] == "http_error"
     (result,) = ask(judges.audited, [RIGHT], server.address, down.address, share=1.0, on_no_verdict="rule")
     assert not result["audited"] and "audit_flawed" not in result and result["score"] == 1.0
+    for share in (0, 5):
+        with pytest.raises(ValueError, match="share .: must be above 0 and at most 1"):
+            ask(judges.audited, [RIGHT], server.address, share=share)
 
 
 # ---- two judges
@@ -216,10 +224,12 @@ def test_a_vote_that_fails_is_none_for_sound_where_the_rule_steps_in(serve):
     assert (result["score"], result["first_wrong"], result["flawed_positive"]) == (-1.0, 1, False)
 
 
-def test_wrong_answers_cost_no_vote(serve):
+def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):
     server = serve(served(lambda prompt: "\\boxed{-1}"))
     (result,) = ask(judges.votes, [WRONG], server.address, k=5)
     assert result["score"] == -1.0 and calls(server) == 0
+    with pytest.raises(ValueError, match="genrm_temperature 0: "):
+        ask(judges.votes, [RIGHT], server.address, genrm_temperature=0)
 
 
 def test_without_a_majority_a_judge_that_only_measures_changes_no_score(serve):
