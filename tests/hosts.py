@@ -22,13 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CPUS = {"h1": 0, "h2": 1, "h3": 1, "h4": 1}  # CPUs that Ray may assign; h1 has the driver
 START_S = 300.0  # time limit for the start of Ray on all hosts
 RAY = "import forked; forked.small_ray(); from ray.scripts.scripts import main; main()"  # the command `ray`
-# It stands for vLLM's server and forks the server that the test gives, whose input ends with this process.
+# It stands for vLLM's server and forks the server that the test gives, which ends with this process.
 FORKS = """
 import os, sys
 import forked
-ends, _ = os.pipe()
 server = [os.path.dirname(__file__) + "/server.py", *sys.argv[1:]]
-forked.Script(server, sys.stdout, sys.stderr, os.getcwd(), where={!r}, stdin=ends).wait()
+forked.Script(server, sys.stdout, sys.stderr, os.getcwd(), where={!r}).wait()
 """
 OWN = 'mount -t tmpfs t /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs t /tmp/ray && exec "$@"'
 
@@ -46,7 +45,7 @@ def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
     """Start the hosts and yield a function that starts a program on a host.
 
     Args:
-        server: The source of a program that stands in for vLLM's server, and that ends with its input.
+        server: The source of a program that stands in for vLLM's server.
         cpus: The number of CPUs that Ray may assign on each host.
 
     Raises:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 # This server replaces vLLM. It samples token by token with the model in its folder, reloads the model on
 # request, and finds no error as a judge.
 SAMPLING_SERVER = """
-import json, os, sys, threading
+import json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 from transformers import AutoModelForCausalLM
@@ -38,7 +38,6 @@ from weight_sums import weight_sums
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def load(): return AutoModelForCausalLM.from_pretrained(argument("--model"), dtype=torch.float32).eval()
 torch.set_num_threads(1)
-threading.Thread(target=lambda: os._exit(len(sys.stdin.read())), daemon=True).start()
 model, lock, asked = load(), threading.Lock(), 0
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
