@@ -13,7 +13,8 @@ source "$(dirname "$0")/toy_runs.sh"
 MODEL=${MODEL:-toy/models/shop_judge}
 MODEL=${MODEL%/}
 [[ -f $MODEL/config.json || $MODEL == */judge ]] || {
-  echo "error: MODEL=$MODEL: the folder contains no model, and a judge is trained only in a folder named judge; pass MODEL=$MODEL/judge" >&2
+  echo "error: MODEL=$MODEL: the folder contains no model, and a judge is trained only in a folder named judge;" \
+    "pass MODEL=$MODEL/judge" >&2
   exit 2
 }
 [ -f "$MODEL/config.json" ] ||

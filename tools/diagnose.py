@@ -132,7 +132,7 @@ RULES = [
         ["genrm/error_rate > 0.1"],
         "check that the judge is running; for unparsable or truncated critiques, see docs/judge.md",
     ),
-    # The time in seconds after the last rollout. With --reward-mode colocate, all scoring is after it.
+    # The wait begins after the last rollout. With --reward-mode colocate, it includes all scoring.
     (
         "slow-judge",
         3,
