@@ -204,10 +204,10 @@ class Script:
         self.send_signal(signal.SIGKILL)
 
 
-def run(arguments, cwd=ROOT, env=None, timeout=None) -> subprocess.CompletedProcess:
+def run(arguments, cwd=ROOT, env=None, timeout=None, where=None) -> subprocess.CompletedProcess:
     """Run a script and return its exit code and output."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        script = Script(arguments, output, errors, cwd, env)
+        script = Script(arguments, output, errors, cwd, env, where)
         try:
             code = script.wait(timeout)
         except TimeoutError:
@@ -231,8 +231,8 @@ def on_path(folder: Path) -> str:
 def servers(environment) -> dict[str, str]:
     """Return this environment plus the variables with which vLLM's servers and engines are forked.
 
-    Servers of each kind also start as users start them: in test_genrm_server.py, test_parts.py and
-    test_rollout.py.
+    Servers of each kind also start as users start them, in test_genrm_server.py and test_rollout.py. If the
+    environment has FORKED_after, servers are forked only once the file of that name exists.
     """
     paths = [str(ROOT / "tests/vllm_forks"), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), "FORKED_servers": address("servers")}

@@ -35,7 +35,7 @@ try:
 except ImportError:
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-for name, line in json.load(sys.stdin).items():
+for name, line in json.loads(sys.argv[1]).items():
     found = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     validate_parsed_serve_args(found)
     print(json.dumps([name, {key: value for key, value in vars(found).items() if type(value) in
@@ -82,9 +82,7 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
         server = VllmServer(config, 3, 0, 1)
         lines[name] = server.command[3:]  # after python -m MODULE
         server.reserved.close()
-    ended = subprocess.run(
-        [sys.executable, "-c", PARSER], input=json.dumps(lines), capture_output=True, text=True, cwd=ROOT
-    )
+    ended = forked.run(["-c", PARSER, json.dumps(lines)], where=forked.address("servers"))
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = dict(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("["))
     assert set(found) == set(lines)

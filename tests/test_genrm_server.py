@@ -26,6 +26,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+import forked
 import genrm_server
 import rollout
 from cluster.placement import RewardModelManager
@@ -1327,6 +1328,10 @@ def vllm(tmp_path_factory, model, tokenizer, small_ray):
         tokenizer.save_pretrained(path)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("RAY_ADDRESS", "local")  # start a separate Ray, even if one is running
+        for name, value in forked.servers(os.environ).items():
+            monkeypatch.setenv(name, value)
+        # The three servers start as for users. A server that restarts later is forked.
+        monkeypatch.setenv("FORKED_after", str(folder / "ready"))
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
             addresses = read_addresses(process)  # starting all at once would starve other tests
@@ -1340,6 +1345,7 @@ def vllm(tmp_path_factory, model, tokenizer, small_ray):
                 served_model_name="rm",
             )
             manager = RewardModelManager({"rm": config})
+            (folder / "ready").touch()
             yield process, *addresses, manager
             manager.shutdown()
         finally:

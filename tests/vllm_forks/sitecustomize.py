@@ -2,7 +2,8 @@
 
 Python runs this file at its start if PYTHONPATH names this folder. The process of the server then only waits
 for the forked one (see forked.py): it passes on SIGTERM and Ctrl-C, and its death ends the forked one. A
-stand-in for vLLM in PYTHONPATH is left alone.
+stand-in for vLLM in PYTHONPATH is left alone, and so is a server that starts before the file FORKED_after
+exists.
 """
 
 import sys
@@ -11,7 +12,8 @@ if sys.orig_argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]:
     import importlib.util
     import os
 
-    if importlib.util.find_spec("vllm").origin.startswith(sys.prefix):
+    is_real = importlib.util.find_spec("vllm").origin.startswith(sys.prefix)
+    if is_real and os.path.exists(os.environ.get("FORKED_after", "/")):
         script = os.path.join(os.path.dirname(os.path.dirname(__file__)), "forked.py")
         forked = [sys.executable, "-I", "-S", script, "run", os.environ["FORKED_servers"]]
         os.execv(sys.executable, forked + sys.orig_argv[1:])
