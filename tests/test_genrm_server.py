@@ -1469,7 +1469,7 @@ def one_killed(vllm):
     body = {
         "model": "judge",
         "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 400,
+        "max_tokens": 100,
         "ignore_eos": True,
     }
 
@@ -1497,7 +1497,7 @@ def one_killed(vllm):
 def test_vllm_two_servers_one_killed_with_32_requests_in_flight(vllm, one_killed):
     process, router, urls, _ = vllm
     assert [status for status, _ in one_killed] == [200] * 32
-    assert all(json.loads(text)["usage"]["completion_tokens"] == 400 for _, text in one_killed)
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 100 for _, text in one_killed)
     assert sum(worker["retries"] for worker in ask(router, "/workers")["workers"]) >= 1  # requests were hit
 
 
@@ -1609,9 +1609,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_a_server_whose_node_dies_waits_for_another_node(stand_in):
-    driver = subprocess.run(
-        [sys.executable, "-c", NODES, str(stand_in)], capture_output=True, text=True, timeout=900
-    )
+    driver = forked.run(["-c", NODES, str(stand_in)], timeout=900)
     lines = [
         line.split() for line in driver.stdout.splitlines() if line.startswith(("host", "alone", "back"))
     ]
