@@ -27,10 +27,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
-    """Let the workers of xdist fork their scripts from one process."""
+    """Let the workers of xdist fork their scripts from one process of each kind."""
     if config.getoption("numprocesses", None):  # of the main process
         for kind in forked.IMPORTED:
-            os.environ[f"FORKED_{kind}"] = forked.address(kind)
+            forked.address(kind)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,8 +9,7 @@ traceback and exit handlers. vLLM's servers are forked from another process, whi
     done = forked.run(["score_file.py", "--data", ...])     # like subprocess.run(..., capture_output=True)
     process = forked.Script(["grpo_trainer.py", ...], log)  # like subprocess.Popen
     env = os.environ | {"PATH": forked.on_path(tmp_path)}   # for shell scripts that call `python`
-    ray.init("local", runtime_env=forked.ray_workers(tmp_path))   # for actors that need torch
-    forked.small_ray()                                      # before ray.init
+    forked.small_ray()                                      # before ray.init; forks Ray's workers as well
     env = forked.servers(os.environ)                        # for vLLM's servers on a CPU
 
 Not covered: options of Python itself, and environment variables that Python or torch read when they are
@@ -21,7 +20,6 @@ see start a Python of their own.
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import json
@@ -40,6 +38,7 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable  # which tests and small_ray() replace for a while
 KEPT = []  # objects that must live until this process ends
 NAMESPACES = ["/proc/self/ns/net", "/proc/self/ns/mnt"]
 IMPORTED = {
@@ -139,11 +138,10 @@ def become(arguments: list[str], environment: dict[str, str]) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
-@functools.cache
 def address(kind: str = "scripts") -> str:
     """Return the address of the process that forks scripts of this kind. The first script starts it.
 
-    The workers of xdist share one, whose address they get from their main process (see conftest.py).
+    All processes of these tests share one, because its address is in their environment.
     """
     if f"FORKED_{kind}" in os.environ:
         return os.environ[f"FORKED_{kind}"]
@@ -156,13 +154,14 @@ def address(kind: str = "scripts") -> str:
     def start():
         select.select([listener], [], [])
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [sys.executable, __file__, "serve", str(listener.fileno()), kind]
+        command = [PYTHON, __file__, "serve", str(listener.fileno()), kind]
         options = dict(cwd=folder.name, env=environment, pass_fds=[listener.fileno()], start_new_session=True)
         KEPT.append(subprocess.Popen(command, stdin=subprocess.PIPE, **options))
         listener.close()
 
     threading.Thread(target=start, daemon=True).start()  # The process ends when this one closes its input.
-    return f"{folder.name}/socket"
+    os.environ[f"FORKED_{kind}"] = f"{folder.name}/socket"
+    return os.environ[f"FORKED_{kind}"]
 
 
 class Script:
@@ -222,9 +221,11 @@ def run(arguments, cwd=ROOT, env=None, timeout=None, where=None) -> subprocess.C
 def on_path(folder: Path) -> str:
     """Write a `python` that forks, and return a PATH in which shell scripts find it."""
     folder.mkdir(exist_ok=True)
-    command = f'exec {sys.executable} -I -S {__file__} run {address()} "$@"'
-    (folder / "python").write_text(f"#!/bin/sh\n{command}\n")
-    (folder / "python").chmod(0o755)
+    if not (folder / "python").exists():
+        command = f'exec {PYTHON} -I -S {__file__} run {address()} "$@"'
+        (folder / "new").write_text(f"#!/bin/sh\n{command}\n")
+        (folder / "new").chmod(0o755)
+        (folder / "new").rename(folder / "python")
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
@@ -238,26 +239,34 @@ def servers(environment) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), "FORKED_servers": address("servers")}
 
 
-def ray_workers(folder: Path) -> dict:
-    """Return a `runtime_env` for ray.init, with which Ray forks its workers as well."""
-    on_path(folder)
-    return {"py_executable": f"{folder}/python"}
-
-
 def small_ray(setattr=setattr) -> None:
-    """Let Ray start in this process with fewer processes of its own, as far as no test needs them.
+    """Let Ray start in this process with fewer processes of its own, and with forked workers.
 
     There is no autoscaler, log monitor or dashboard, each of which imports Ray. The agent of a node is the
     small one of a Ray without the extra "default", because Ray does not start if its agent takes 15 s, as it
     may on a busy machine. The Ray of test_cluster.py that takes jobs starts as for users, and so do those of
     scripts in a Python of their own.
     """
-    from ray._private import utils
+    from ray._private import services, utils
     from ray._private.node import Node
 
     setattr(utils, "get_dashboard_dependency_error", lambda: ImportError("left out by the tests"))
     for part in ("start_monitor", "start_log_monitor", "start_api_server"):
         setattr(Node, part, lambda self, **settings: None)
+    start = services.start_raylet
+
+    def start_raylet(*arguments, **settings):
+        before = sys.executable
+        sys.executable = on_path(Path(address()).parent).partition(os.pathsep)[0] + "/python"
+        try:
+            return start(*arguments, **settings)
+        finally:
+            sys.executable = before
+
+    setattr(services, "start_raylet", start_raylet)
+    # An agent must be a child of the raylet.
+    as_before = "_build_python_executable_command_memory_profileable"
+    setattr(services, as_before, lambda *arguments, **settings: [PYTHON, "-u"])
 
 
 def end(script) -> None:

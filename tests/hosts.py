@@ -8,7 +8,6 @@ test_cluster.py disconnects a host. This needs root and `ip`. Not covered: separ
 """
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -94,6 +93,7 @@ def environment(folder: Path, server: str) -> dict[str, str]:
         (part / "__init__.py").touch()
     (package / "api_server.py").write_text(FORKS.format(forked.address()))
     (package / "server.py").write_text(server)
+    forked.on_path(folder)
     return os.environ | {
         "RAY_health_check_period_ms": "1000",  # Ray soon notices a disconnected host.
         "RAY_health_check_timeout_ms": "2000",
@@ -102,8 +102,6 @@ def environment(folder: Path, server: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "token of the test " + "x" * 20,
         "RAY_ADDRESS": f"{address_of('h1')}:6379",
-        # As `ray job submit` passes it. Forked workers are on the host of the `python` that forks them.
-        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": forked.ray_workers(folder)}),
         "PYTHONPATH": f"{folder / 'path'}:{ROOT}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",
     }

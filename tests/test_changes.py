@@ -5,7 +5,6 @@ frameworks.
 """
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -151,9 +150,6 @@ SMALL = [
 
 def run_recipe(name, *arguments, folder, **env):
     env = os.environ | {"PATH": forked.on_path(folder.parent / "bin"), "HF_HUB_OFFLINE": "1"} | env
-    # Ray reads this variable in each driver. Reward workers that get a tokenizer import torch.
-    workers = {"runtime_env": forked.ray_workers(folder.parent / "bin"), "metadata": {}}
-    env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(workers)
     done = subprocess.run(
         ["bash", f"recipes/{name}.sh", *arguments],
         cwd=folder,
@@ -206,7 +202,7 @@ def test_the_judge_and_a_classifier_together():
 
 
 @pytest.mark.slow
-def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path, monkeypatch):
+def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path, monkeypatch, small_ray):
     """Run the toy recipe's three runs, and the GSM8K recipe with the toy recipe's models.
 
     A stand-in for vLLM serves all models, in one Ray whose servers find it. vLLM itself serves a classifier

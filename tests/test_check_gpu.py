@@ -158,9 +158,7 @@ def test_update(work, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_ranks_beside_one_process(work, monkeypatch, tmp_path, small_ray):
-    workers = {"runtime_env": forked.ray_workers(tmp_path), "metadata": {}}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(workers))
+def test_two_ranks_beside_one_process(work, monkeypatch, small_ray):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert list(check_gpu.check_ranks(work)) == [("two ranks", None, "needs 2 GPUs, torch sees 1")]
     try:

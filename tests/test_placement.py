@@ -15,7 +15,6 @@ import pytest
 import ray
 import torch
 
-import forked
 from cluster import policy_group
 from cluster.placement import SLEEPER_GPUS as ASLEEP
 from cluster.placement import ProcessSpec as Spec
@@ -174,9 +173,9 @@ def test_the_parts_of_a_run(monkeypatch):
 def ray_with(small_ray):
     """Start a Ray cluster that claims to have this many GPUs."""
 
-    def start(gpus, **options):
-        options |= dict(include_dashboard=False, log_to_driver=False, logging_level="error")
-        ray.init("local", num_cpus=4, num_gpus=gpus, **options)
+    def start(gpus):
+        quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init("local", num_cpus=4, num_gpus=gpus, **quiet)
 
     yield start
     ray.shutdown()
@@ -261,7 +260,7 @@ def test_a_run_on_one_gpu(ray_with, stand_in, tmp_path, model, tokenizer, monkey
         overlong_buffer=0,
     )
     monkeypatch.setattr(policy_group, "RankedPolicy", rank_on_cpu())
-    ray_with(1, runtime_env=forked.ray_workers(tmp_path / "python"))
+    ray_with(1)
     shares = {"standalone": (0.4, [0.3, 0.3, 0.4]), "colocate": (0.7, [ASLEEP, 0.299, 0.699])}
     for mode, (share, expected) in shares.items():
         changes = dict(policy_gpu_share=share, reward_mode=mode, out_dir=str(tmp_path / mode))

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 import causal_lm
-import forked
 import grpo_trainer
 import policy as policy_file
 from cluster import policy_group
@@ -64,7 +63,7 @@ def forked_ray(tmp_path_factory, small_ray):
     quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(folder / "path"))
-        ray.init("local", runtime_env=forked.ray_workers(folder), **quiet)
+        ray.init("local", **quiet)
     yield folder
     ray.shutdown()
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 from transformers import Qwen3MoeConfig
 
-import forked
 import rollout
 from cluster import ranks
 from cluster.weights import send, to_all
@@ -325,8 +324,7 @@ def test_parts_that_a_process_lost_by_dying_are_an_error(tmp_path):
 def test_weights_reach_all_nodes_but_those_that_are_gone(tmp_path, small_ray):
     cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
     others = [cluster.add_node(num_cpus=1) for _ in range(3)]
-    forking = forked.ray_workers(tmp_path / "python")
-    ray.init(cluster.address, runtime_env=forking, logging_level="error", log_to_driver=False)
+    ray.init(cluster.address, logging_level="error", log_to_driver=False)
     try:
         nodes = [node.node_id for node in (*others, cluster.head_node)]
         here = str(tmp_path / nodes[-1])  # The sender is on the head node.
