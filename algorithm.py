@@ -421,6 +421,22 @@ def loss_function(options) -> Callable:
     return compute
 
 
+def has_gradient_at_zero(options) -> bool:
+    """Return whether the function of --loss has a gradient at advantage 0. A divergence has one, for example.
+
+    The ratios differ from 1, because the gradient of a divergence from the old policy vanishes at 1.
+    """
+    log_ratio = torch.linspace(-2, 3, 8).reshape(2, 4).requires_grad_()
+    ones = torch.ones_like(log_ratio)
+    loss = loss_function(options)(log_ratio - 4, log_ratio, 0 * ones, ones)
+    if isinstance(loss, tuple):
+        loss = loss[0]
+    if not loss.requires_grad:
+        return False
+    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
+    return gradient.abs().sum().item() > 0
+
+
 @functools.cache  # The file is loaded once per process.
 def named_function(field: str, name: str) -> Callable:
     """Return a shipped advantage or loss by its name, or load FILE:NAME. Raises ValueError."""
@@ -526,6 +542,7 @@ def check_loss(options) -> str:
         return "the function must return a tensor of the shape of its inputs (B x T), or a pair of them"
     if not parts[0].requires_grad or not (parts[0] * mask).isfinite().all():
         return "the loss of a token has no gradient or is not finite"
+    has_gradient_at_zero(options)  # An exception at advantage 0 should end the run here.
     if not torch.equal(call(*inputs)[0], parts[0]):
         return ""  # The loss draws random numbers, so two calls cannot be compared.
     for row in range(len(mask)):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers.core_model_loading import revert_weight_conversion
 
-from algorithm import MAX_LOG_RATIO, compute_kl_loss, compute_policy_loss, loss_function
+from algorithm import MAX_LOG_RATIO, compute_kl_loss, compute_policy_loss, has_gradient_at_zero, loss_function
 from causal_lm import (
     add_adapters,
     can_share_prompts,
@@ -232,7 +232,8 @@ class Policy:
         """Train once on the groups of a step, with one optimizer update per mini-batch.
 
         Samples without a gradient are skipped: samples without a verdict, and, unless the loss has an entropy
-        or KL term, samples with advantage 0. The token mean still counts every sample with a verdict.
+        or KL term or a gradient of its own at advantage 0, samples with advantage 0. The token mean still
+        counts every sample with a verdict.
 
         Returns:
             Metrics. actor/entropy is estimated from the sampler's log-probabilities of all samples.
@@ -481,8 +482,9 @@ def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
     If no sample has a gradient, the only mini-batch is one group that serves to check the sampler.
     """
     batches = []
+    at_zero = has_gradient_at_zero(options)
     for samples in split_mini_batches(groups, options.mini_batch_size):
-        with_gradient = [sample for sample in samples if has_gradient(sample, options)]
+        with_gradient = [sample for sample in samples if has_gradient(sample, options, at_zero)]
         if with_gradient:
             num_own = [sum(sample.own_tokens) for sample in samples if sample.advantage is not None]
             batches.append(MiniBatch(with_gradient, sum(num_own), len(num_own)))
@@ -499,13 +501,13 @@ def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list
     return [list(chain(*groups[start:end])) for start, end in pairwise(bounds)]
 
 
-def has_gradient(sample: Sample, options) -> bool:
-    """Return whether this sample's loss can have a gradient."""
+def has_gradient(sample: Sample, options, at_zero: bool) -> bool:
+    """Return whether this sample's loss can have a gradient. `at_zero` is has_gradient_at_zero(options)."""
     if sample.advantage is None:
         return False
     if options.entropy_coef or options.kl_coef:
         return True
-    return any(advantages_of(sample))
+    return at_zero or any(advantages_of(sample))
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -379,6 +379,7 @@ def test_the_contract_of_every_loss(name, own):
         ("loss", "return advantages * mask", "has no gradient or is not finite"),
         ("loss", "return advantages * log_ratio / 0", "has no gradient or is not finite"),
         ("loss", "return -advantages.squeeze(1)[:, None] * log_ratio.exp()", "a tensor of the shape of its"),
+        ("loss", "return [advantages * log_ratio][int(not advantages.any())]", "IndexError: .* .own.py:5."),
         ("loss", "return advantages.mean() * log_ratio", "depends on the other sequences of its micro-batch"),
     ],
 )

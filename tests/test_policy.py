@@ -61,6 +61,29 @@ def test_a_loss_gets_its_settings_as_given(model, tmp_path, name, value):
     assert torch.equal(got, updated(model, samples)[0])
 
 
+def test_a_loss_with_a_divergence_is_also_applied_to_samples_with_advantage_0(model, tmp_path):
+    """In the second update, the penalty has a gradient in a group without a learning signal."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def penalised(logprobs, log_ratio, advantages, mask, beta=1.0):\n"
+        "    return -advantages * log_ratio.exp() + beta * (log_ratio.exp() - 1 - log_ratio)\n"
+    )
+    samples = off_policy(model, with_prefixes=False)[:8]
+    options = dict(loss=f"{file}:penalised", mini_batch_size=1)
+    found = []
+    for advantage in (0.0, 1e-30):
+        for sample in samples[4:]:
+            sample.advantage = advantage
+        found.append(updated(model, samples, **options))
+    assert found[0][1]["actor/updates"] == 2
+    assert found[0][1] == found[1][1] and torch.equal(found[0][0], found[1][0])
+    samples[4].advantage = None
+    assert updated(model, samples, **options)[1] != found[0][1]  # A sample without a verdict is excluded.
+    for sample in samples[4:]:
+        sample.advantage = 0.0
+    assert updated(model, samples, loss_kwargs='{"beta": 0}', **options)[1]["actor/updates"] == 1
+
+
 ALGORITHMS = [
     dict(entropy_coef=0.01),
     dict(advantage="dr_grpo", max_response_length=12),
