@@ -57,7 +57,8 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
 
     Args:
         source: A Hugging Face folder or hub name.
-        dtype: The dtype of the loaded weights; "auto" keeps the stored dtype.
+        dtype: The dtype of the loaded weights; "auto" keeps the stored dtype. It becomes float32 if the model
+            would round constants to the stored dtype, such as the factor of Gemma's embeddings.
         trust_remote_code: Run the Python code that comes with the model.
         max_positions: The new value of max_position_embeddings; 0 keeps the model's value.
 
@@ -71,8 +72,17 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     if max_positions:
         options["max_position_embeddings"] = max_positions
     model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
+    if dtype == "auto" and has_rounded_constants(model):
+        return load_causal_lm(source, torch.float32, trust_remote_code, max_positions)
     model.generation_config.do_sample = True  # Otherwise transformers rejects a saved temperature.
     return model
+
+
+def has_rounded_constants(model) -> bool:
+    """Return whether buffers that no file contains, so that the model computed them, are not float32."""
+    stored = model.state_dict()
+    computed = [buffer for name, buffer in model.named_buffers() if name not in stored]
+    return any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in computed)
 
 
 def read_config(source: str, trust_remote_code=False, max_positions=0):

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
@@ -27,12 +28,13 @@ import rollout
 from genrm_server import Config
 from grpo_trainer import train
 from cluster.policy_group import PolicyGroup
-from cluster.ranks import RankedPolicy
+from cluster.ranks import RankedPolicy, Ranks
 from cluster.servers import ClusterServers
 from cluster.weights import send
 from policy import Policy, RanksLost, Sample
 from run import Run
 from test_genrm_server import stand_in  # noqa: F401
+from test_policy import GROUPED, of_family
 from tiny import CPU, a_step, config_of, groups_of
 from weight_sums import summed
 
@@ -103,6 +105,22 @@ def group_of(folder):
     yield start
     for group in groups:
         group.shutdown()
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Return a function that loads a policy on one rank in this process. Offloading shards the policy."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def load(model, source, **changes):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        options = settings(model, policy_offload=True, **changes)
+        return RankedPolicy(options, str(source), CPU, Ranks(store=f"127.0.0.1:{store.port}"))
+
+    yield load
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -271,6 +289,27 @@ def test_ranks_split_adapters_and_the_frozen_model_alike(folder, model, group_of
     last = Policy(settings(folder, **adapted), str(source), CPU)
     for (name, got), (same, weight) in zip(last.weights(), alone.weights()):
         assert name == same and torch.allclose(got, weight, atol=1e-5), name
+
+
+def test_ranks_compute_with_the_scales_of_one_process(one_rank, tmp_path):
+    """Gemma multiplies by constants such as the root of the hidden size, which bf16 would round."""
+    stored = str(tmp_path / "model")
+    family_model = of_family("gemma2", **GROUPED | dict(num_hidden_layers=1, hidden_size=40))
+    family_model.bfloat16().save_pretrained(stored)
+    alone = Policy(settings(stored), stored, CPU)
+    sample = Sample({}, [5, 6, 7], [8, 9, 10])
+
+    def logprobs(policy, *model):
+        ((_, found),) = policy.logprobs_of([sample], *model)
+        return found
+
+    expected = logprobs(alone)
+    rank = one_rank(stored, stored)
+    assert torch.allclose(logprobs(rank), expected, atol=1e-5)
+    rank.save(tmp_path / "saved")
+    resumed = one_rank(stored, tmp_path / "saved")
+    assert torch.allclose(logprobs(resumed), expected, atol=1e-5)
+    assert torch.allclose(logprobs(resumed, resumed.reference), expected, atol=1e-5)
 
 
 def pids_of(group):

@@ -83,6 +83,7 @@ KEPT_BY = {
     "The loss does not depend on how a step is split into micro-batches or across ranks.": (
         "test_policy.test_update_does_not_depend_on_micro_batches",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
+        "test_policy_group.test_ranks_compute_with_the_scales_of_one_process",
     ),
     "Checkpoints are written atomically, and a full disk never damages an earlier checkpoint.": (
         "test_grpo_trainer.test_a_full_disk_costs_no_earlier_checkpoint",
