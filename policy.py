@@ -460,8 +460,16 @@ class Policy:
 
     def load_optimizer(self, folder: Path) -> None:
         """Load the optimizer that `save` wrote. The number of ranks may differ."""
-        if dcp.FileSystemReader(folder / "optimizer").read_metadata().state_dict_metadata:
-            dcp.load(self.optimizer_state(), checkpoint_id=folder / "optimizer")  # in place
+        metadata = dcp.FileSystemReader(folder / "optimizer").read_metadata()
+        saved = {name for name, *_ in metadata.planner_data.values()}
+        if not saved:
+            return
+        state = self.optimizer_state()
+        if saved < state.keys():  # A parameter has no state before its first gradient.
+            for name, parameter in self.trainable():
+                if name not in saved:
+                    del state[name], self.optimizer.state[parameter]
+        dcp.load(state, checkpoint_id=folder / "optimizer")  # in place
 
     def optimizer_state(self) -> dict:
         """Return the optimizer's tensors by parameter name. The tensors of a new optimizer are zeros."""

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
@@ -248,6 +249,34 @@ def test_a_checkpoint_from_before_the_first_update_changes_no_later_one(model, t
         policy.update(groups_of(a_step(model)), lr=1e-3)
     assert torch.equal(weights_of(alone), weights_of(saved))
     assert torch.equal(weights_of(alone), weights_of(resumed))
+
+
+class WithIdleWeights(Policy):
+    """A policy with a layer that no loss has reached yet."""
+
+    def setup_model(self, model):
+        super().setup_model(model)
+        model.model.layers[0].idle = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(model.model.layers[0].idle.weight)
+
+
+def test_a_weight_without_a_gradient_so_far_has_no_state_after_resuming_either(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    config = config_of(model=str(tmp_path / "model"))
+    first = WithIdleWeights(config, config.model, CPU)
+    first.update(groups_of(a_step(model)), lr=1e-2)
+    first.save(tmp_path / "saved")
+    second = WithIdleWeights(config, str(tmp_path / "saved"), CPU)
+    second.load_optimizer(tmp_path / "saved")
+    assert second.optimizer_state().keys() == first.optimizer_state().keys()
+    for policy in (first, second):
+        policy.update(groups_of(a_step(model, seed=1)), lr=1e-2)
+    assert torch.equal(weights_of(first), weights_of(second))
+    # A checkpoint with the states of other weights is rejected.
+    second.model.model.layers[0].renamed = second.model.model.layers[0].mlp
+    del second.model.model.layers[0].mlp
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: .*renamed"):
+        second.load_optimizer(tmp_path / "saved")
 
 
 def test_log_probabilities_do_not_depend_on_the_chunks_of_logits(model, monkeypatch):

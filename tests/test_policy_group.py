@@ -312,6 +312,29 @@ def test_ranks_compute_with_the_scales_of_one_process(one_rank, tmp_path):
     assert torch.allclose(logprobs(resumed, resumed.reference), expected, atol=1e-5)
 
 
+def test_a_rank_resumes_with_a_weight_that_never_had_a_gradient(
+    one_rank, folder, model, tmp_path, monkeypatch
+):
+    load = policy_file.load_causal_lm
+
+    def with_idle_weights(*arguments):
+        loaded = load(*arguments)
+        loaded.model.layers[0].idle = torch.nn.Linear(2, 2)
+        return loaded
+
+    monkeypatch.setattr(policy_file, "load_causal_lm", with_idle_weights)
+    samples = a_step(model)[4:8]
+    first = one_rank(folder, folder)
+    first.update([samples], 1e-3)
+    first.save(tmp_path)
+    expected = first.optimizer_state().keys()
+    resumed = one_rank(folder, tmp_path)
+    resumed.load_optimizer(tmp_path)
+    assert resumed.optimizer_state().keys() == expected
+    assert len(expected) == len(dict(resumed.trainable())) - 2
+    resumed.update([samples], 1e-3)
+
+
 def pids_of(group):
     return ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in group.actors])
 
