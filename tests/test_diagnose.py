@@ -281,6 +281,14 @@ def test_few_right_answers_say_nothing_of_a_judge_that_reads_wrong_ones_too(acc,
         assert (name in named([{"step": step} | about for step in range(1, 21)])) == rings
 
 
+@pytest.mark.parametrize("approx_kl, name", [(0.1, "learning-rate-too-high"), (0.0, "learning-rate-too-low")])
+def test_a_divergence_from_the_sampler_says_nothing_of_the_learning_rate(approx_kl, name):
+    """With --sampler-logprobs, the ratio divides by the probability of the sampler, which may be inexact."""
+    columns = GOOD["rule"] | {"actor/approx_kl": approx_kl, "actor/updates": 2}
+    assert name in named(lines_of(columns))
+    assert name not in named(lines_of(columns | {"rollout/is_mean": 1.0}))
+
+
 def test_a_slow_reward_function_without_a_judge_is_no_slow_judge():
     lines = [{"step": step, "reward/mean": 0.5, "time/reward_wait": 90.0} for step in range(1, 9)]
     assert "slow-judge" not in named(lines)

@@ -262,6 +262,8 @@ def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) 
         numbers["calls/ever"] = called_ever
     if "rollout/staleness" not in newest:  # With --overlap, the policy is updated during this time.
         numbers["reward_wait"] = newest.get("time/reward_wait", 0)
+    if "rollout/is_mean" in newest:  # With --sampler-logprobs, the metric includes errors of the sampler.
+        numbers["actor/approx_kl"] = nan
     # This is an upper bound because wrong answers may be judged as well (judge_wrong).
     asked = newest.get("genrm/asked", 0)
     numbers["judged_right"] = min(asked, newest.get("reward/acc", 0) * samples_of(newest, asked))
