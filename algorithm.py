@@ -182,7 +182,10 @@ def grpo(groups):
 
 
 def dr_grpo(groups):
-    """Return GRPO's advantage without dividing by the std. policy.py divides the loss by a constant."""
+    """Return GRPO's advantage without dividing by the std.
+
+    policy.py divides the loss by a constant, but a loss over sequences (gspo) by the number of sequences.
+    """
     return compute_advantages(groups.rewards_P_G, divide_by_std=False)
 
 

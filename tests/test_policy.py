@@ -182,6 +182,12 @@ def test_dr_grpo_divides_by_the_longest_length_there_could_be(model):
     assert constant.abs().max() > 1e-5
 
 
+def test_a_loss_over_sequences_keeps_its_divisor_with_dr_grpo(model):
+    options = dict(loss="gspo", max_grad_norm=1e9, max_response_length=20)
+    losses = [updated(model, a_step(model), advantage=name, **options) for name in ("grpo", "dr_grpo")]
+    assert torch.equal(losses[0][0], losses[1][0]) and losses[0][1] == losses[1][1]
+
+
 def test_dr_grpo_counts_every_sample_with_a_verdict(model):
     """Samples with advantage 0 have no gradient but count in the divisor.
 
