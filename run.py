@@ -102,7 +102,7 @@ class Run:
 
         Returns the trainer's state.
         """
-        self.resume_from = self.config.model
+        self.resume_from = self.first_model = self.config.model
         state = {"step": 0, "prompts_drawn": 0}
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         if checkpoints:
@@ -120,7 +120,7 @@ class Run:
                     f"cannot load {self.resume_from} (trainer_state.json: {error}); delete the "
                     "checkpoint to resume from the previous one"
                 ) from error
-            self.compare_model()
+            self.compare_model(state)
             self.started = datetime.fromisoformat(state.get("started", self.started.isoformat()))
             print(f"resuming from {self.resume_from}")
         self.step = self.saved_step = state["step"]
@@ -151,12 +151,13 @@ class Run:
         if self.settings_before().get("total_steps") == 0:
             raise ValueError(f"--out-dir {folder}: already contains an evaluation; pass another directory")
 
-    def compare_model(self):
-        """Print a warning if the run is resumed with a different --model."""
+    def compare_model(self, state: dict):
+        """Print a warning if the run is resumed with another --model than the one it started with."""
         config = self.config
+        # An older checkpoint does not name the model, but the previous start does.
+        before = self.first_model = state.get("model") or self.settings_before().get("model", config.model)
         if not (config.kl_coef or config.lora_rank):
             return  # A checkpoint of full weights does not need --model.
-        before = self.settings_before().get("model", config.model)
         if before != config.model:
             use = "--kl-coef now compares with"
             if config.lora_rank:
@@ -568,6 +569,7 @@ class Run:
             "prompts_drawn": self.num_prompts_trained,
             "started": self.started.isoformat(),
             "prompts": self.prompts_hash,
+            "model": self.first_model,
         }
         try:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))

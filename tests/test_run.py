@@ -736,3 +736,23 @@ def test_a_run_that_goes_on_with_another_model_says_what_it_is_used_for(
     said = capsys.readouterr().out
     told = f"--model {tmp_path}/other: the run started with {run.config.model}, but {use} this model; pass"
     assert said.count(told) == bool(use) and use in said
+
+
+def test_a_model_is_compared_with_that_of_the_first_start_and_not_of_the_last(
+    tmp_path, model, tokenizer, capsys
+):
+    run = prepared(tmp_path, model, tokenizer, kl_coef=0.1)
+    config = dataclasses.replace(run.config, resume="auto")
+    load(run)
+    policy = run.policy
+    model.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    for step, name in enumerate(("model", "other", "other", "model"), start=1):
+        if step > 1:
+            run = grpo_trainer.Run(dataclasses.replace(config, model=str(tmp_path / name)))
+        told = f"--model {tmp_path}/{name}: the run started with {config.model}, "
+        assert (told in capsys.readouterr().out) == (name == "other")
+        run_folder.note_start(run.config, run.step)
+        run.policy, run.step = policy, step
+        run.save()
+        run.lock.close()
