@@ -317,6 +317,15 @@ class Log:
         """
         written = Counter()
         shown = []
+        if split == "val" and self.history and has_evaluation(self.history[-1]):
+            # With --total-steps 0, a step is evaluated again. Earlier samples of these sources are replaced.
+            sources = {group[0].row["data_source"] for group in groups}
+
+            def is_kept(line):
+                is_repeated = line["step"] == step and line["split"] == "val"
+                return not (is_repeated and line.get("data_source") in sources)
+
+            self.recent = lines_until(step, self.folder / "samples.jsonl", is_kept)
         with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
             self.recent = [line for line in self.recent if line["step"] > step - 13]
             for number, group in enumerate(groups):

@@ -151,6 +151,33 @@ def test_samples_of_an_evaluation_that_was_cut_short_are_dropped_on_resume(tmp_p
     assert (tmp_path / "samples.jsonl").read_text() == "".join(lines[:3])
 
 
+def test_a_repeated_evaluation_replaces_its_samples(tmp_path):
+    """Training samples, other steps and other data sources stay."""
+    row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
+    place = ("step", "split", "data_source", "response")
+    for text in ("first", "second", "third"):
+        log = run_folder.Log(config_of(out_dir=str(tmp_path)), 2)
+        for step in (1, 2):
+            if text == "first":
+                log.metrics({"step": step})
+                log.samples(step, "train", [[scored(1.0, row, text)]], None)
+            if text == "first" or step == 2:
+                groups = [[scored(1.0, row, text)]]
+                if text == "second":
+                    groups.append([scored(1.0, row | {"data_source": "b"}, text)])
+                log.samples(step, "val", groups, None)
+                log.metrics({"step": step, "val/a/mean@1": 1.0})
+    lines, _ = run_folder.read_lines(tmp_path / "samples.jsonl")
+    assert [tuple(line[key] for key in place) for line in lines] == [
+        (1, "train", "a", "first"),
+        (1, "val", "a", "first"),
+        (2, "train", "a", "first"),
+        (2, "val", "b", "second"),
+        (2, "val", "a", "third"),
+    ]
+    assert log.recent == lines
+
+
 def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2}\n{"step": 3, "rew'
