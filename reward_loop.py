@@ -67,7 +67,7 @@ from reward_worker import (
 )
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
-IN_FLIGHT_PER_SERVER = 128  # A vLLM server handles this many concurrent requests without a slowdown.
+IN_FLIGHT_PER_SERVER = 128  # A vLLM server with a whole GPU handles this many calls at a time.
 BLOCKED_S = 5.0  # After this time without a response from a worker, the manager logs a warning.
 WEDGED_S = 20.0  # After the timeout plus this time without a response, the manager kills the worker.
 GIVE_UP_AFTER = 5  # A call that is lost more than this many times gets the status "error".

@@ -4,8 +4,8 @@
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
 #
 # Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
-#     24.00 GB  policy server: 15.23 GB of weights, room for 70,306 tokens (longest sequence: 10,240): it fits
-#     17.60 GB  genrm: 8.04 GB of weights, room for 32,695 tokens (longest sequence: 28,672): it fits
+#     24.00 GB  policy server: 15.23 GB of weights, room for 127,330 tokens (longest sequence: 10,240): it fits
+#     17.60 GB  genrm: 8.04 GB of weights, room for 56,435 tokens (longest sequence: 28,672): it fits
 #     17.73 GB  weights
 #      0.32 GB  gradients
 #      0.65 GB  Adam
@@ -19,7 +19,8 @@ python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
   --reward-fn compute_score.py:compute_score_fapo \
   --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 16384, "judge_test": true}' \
-  --genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-gpu-share 0.22 --genrm-vllm-args="--max-model-len 28672" \
-  --policy-gpu-share 0.45 --rollout-gpu-share 0.3 \
+  --genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-gpu-share 0.22 \
+  --genrm-vllm-args="--max-model-len 28672 --max-num-seqs 64" --max-in-flight 16 \
+  --policy-gpu-share 0.45 --rollout-gpu-share 0.3 --rollout-vllm-args="--max-num-seqs 128" \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 10240 --gradient-checkpointing \
   --train-batch-size 128 --lr 1e-5 --val-n 8 --val-every 20 --resume auto "$@"

@@ -26,6 +26,7 @@ from algorithm import loss_function
 from cluster.placement import layout, process_specs
 from genrm_server import gpus_of_server
 from command_line import parse_command_line
+from reward_loop import IN_FLIGHT_PER_SERVER
 from tools import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,6 +243,11 @@ def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):
     assert lines == [line[2:] for line in recipe.splitlines() if " GB  " in line]
     assert [line.endswith(": it fits") for line in lines].count(True) == 3  # policy server, judge, rank
     assert "too little" not in recipe
+    config = parse("grpo_trainer", arguments)
+    longest = json.loads(config.reward_kwargs)["genrm_max_tokens"]
+    room = int(re.search("genrm: .* room for ([0-9,]+) tokens", recipe)[1].replace(",", ""))
+    # Calls wait in the run, not in the judge's queue, where the time limit of a verdict runs.
+    assert (config.max_in_flight or IN_FLIGHT_PER_SERVER) * longest <= 8 * room
 
 
 @pytest.mark.slow
