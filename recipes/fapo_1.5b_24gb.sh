@@ -1,7 +1,15 @@
 #!/usr/bin/env bash
 # FAPO with LoRA adapters for a 1.5B policy on one 24 GB GPU, which the policy shares with its vLLM server and a
-# small judge. Set JUDGE_MODEL=FOLDER to a small judge that you have trained as in genrm_4b.sh.
-# Data: python prepare_data.py --tasks dapo aime24 --out-dir data
+# small judge. The memory below is that of a judge with the shape of Qwen2.5-0.5B. This command trains one on the same
+# GPU (planned with `python -m tools.plan_run`, not run). Then set JUDGE_MODEL=outputs/small_judge/checkpoints/step_200.
+#
+#   python grpo_trainer.py --model Qwen/Qwen2.5-0.5B-Instruct --out-dir outputs/small_judge \
+#     --train-file data/fapo_critic_train.parquet --val-file data/fapo_critic_test.parquet \
+#     --reward-fn compute_score.py:compute_score_fapo_genrm \
+#     --policy-gpu-share 0.65 --rollout-gpu-share 0.3 --max-tokens-per-micro-batch 8192 --gradient-checkpointing \
+#     --max-prompt-length 5120 --max-response-length 3072 --overlong-buffer 1024 --temperature 1.2 --resume auto
+#
+# Data: python prepare_data.py --tasks dapo aime24 critic --out-dir data
 #
 # Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
 #      6.24 GB  policy server: 3.55 GB of weights, room for 26,239 tokens (longest sequence: 4,096): it fits
@@ -11,7 +19,8 @@
 #      0.30 GB  Adam
 #      4.03 GB  update: activations of a micro-batch
 #      8.17 GB  approximate peak, of 12.5 GB on each of 1 ranks, cuda: it fits
-# Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models.
+# Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models,
+# and 18 GB for three checkpoints of the judge, one of which is being written.
 source "$(dirname "$0")/paths.sh"
 
 python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_24gb" \

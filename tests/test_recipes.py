@@ -251,6 +251,21 @@ def test_the_recipes_for_one_gpu_say_what_the_plan_says_and_fit(shapes, name):
 
 
 @pytest.mark.slow
+def test_the_small_judge_of_the_recipe_for_24_gb_can_be_trained_there(shapes):
+    """The command is in the recipe's header, and the judge is served with the lengths of its training."""
+    recipe = (ROOT / "recipes/fapo_1.5b_24gb.sh").read_text()
+    (script, arguments), (_, served) = commands(recipe.replace("\n#", "\n"))
+    config = parse(script, arguments)
+    assert config.model.startswith("Qwen/Qwen2.5-0.5B") and config.reward_fn.endswith("_fapo_genrm")
+    assert f"JUDGE_MODEL={config.out_dir}/checkpoints/step_{config.total_steps}." in recipe
+    lengths = config.max_prompt_length, config.max_response_length
+    assert f"--max-model-len {sum(lengths)}" in parse(script, served).genrm_vllm_args
+    assert json.loads(parse(script, served).reward_kwargs)["genrm_max_tokens"] == lengths[1]
+    lines = plan(arguments, 24, shapes / "small")
+    assert [line.endswith(": it fits") for line in lines].count(True) == 2, lines  # policy server, rank
+
+
+@pytest.mark.slow
 def test_a_judge_of_a_family_that_cannot_be_counted_is_unknown_and_not_too_large(shapes, tmp_path):
     AutoConfig.for_model("modernbert").save_pretrained(tmp_path)
     gb, policy, _ = ONE_GPU["fapo_7b_one_gpu"]
