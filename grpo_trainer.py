@@ -4,7 +4,7 @@
         --val-file data/toy/toy_test.parquet --reward-fn toy/toy_world.py:compute_score_fapo_oracle \\
         --out-dir outputs/first --total-steps 20 --train-batch-size 16 --mini-batch-size 8 \\
         --max-response-length 64 --overlong-buffer 0 --lr 2e-4 --adam-betas 0.9 0.95 --val-top-p 1 \\
-        --num-threads 1
+        --num-threads 1 --device cpu
 
 Read `train` first: it is the algorithm. The other functions are in the order in which a sample passes through
 them. A sample is one policy.Sample from prompt to update, and each stage fills in more of its fields; a group

@@ -370,6 +370,16 @@ def test_the_first_run_of_the_docs_fits_on_a_machine_with_one_gpu():
         plan_run.report(alone.resolved(1), num_rows=1)
 
 
+@pytest.mark.parametrize("file", ["grpo_trainer.py", "toy/models/README.md", "README.md"])
+def test_commands_with_a_toy_policy_fit_on_a_machine_with_one_gpu(file):
+    text = (ROOT / file).read_text().replace("\\\\\n", "\\\n")  # A docstring doubles each backslash.
+    found = [arguments for script, arguments in commands(text) if "data/toy/policy" in arguments]
+    assert found
+    for arguments in found:
+        config = parse("tools.plan_run", [*arguments, "--gpus", "1"]).resolved(1)
+        layout(process_specs(config), 1)  # ValueError if one GPU is too few
+
+
 @pytest.mark.slow
 def test_the_plan_names_adapters_where_all_weights_do_not_fit(shapes):
     shares = ["--policy-gpu-share", "0.6", "--rollout-gpu-share", "0.3", "--gradient-checkpointing"]
