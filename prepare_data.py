@@ -116,7 +116,9 @@ def read_rows(path: Path, needed=()) -> list[dict]:
     if kind not in SUFFIXES:
         raise ValueError(f"{path}: the name must end in .parquet, .jsonl, .json or .csv")
     if not path.is_file():
-        raise ValueError(f"{path}: the file does not exist; check the path")
+        raise ValueError(
+            f"{path}: the file does not exist; check the path, or write the file with prepare_data.py"
+        )
     place = str(path)
     rows = []
     try:

@@ -2,6 +2,8 @@
 # The paper's 32B baseline (Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT, a judge also measures
 # the flawed-positive rate.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
+# GPQA is gated. Accept its terms on the Hub and set HF_TOKEN, or leave out gpqa and append the flags
+# --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, and eight policy
 # servers with two GPUs each. Between updates, weights and optimizer states are in host memory (260 to 520 GB on

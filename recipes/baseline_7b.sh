@@ -2,6 +2,8 @@
 # The paper's 7B baseline (Table 1): GRPO with the outcome reward. With JUDGE=HOST:PORT, a judge also measures
 # the flawed-positive rate.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
+# GPQA is gated. Accept its terms on the Hub and set HF_TOKEN, or leave out gpqa and append the flags
+# --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: one node with eight 80 GB GPUs, for four policy ranks and four policy servers. For several nodes, see
 # docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The paper's 32B FAPO run (Table 1). The run starts its own judge. With JUDGE=HOST:PORT, it uses a running judge.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
+# GPQA is gated. Accept its terms on the Hub and set HF_TOKEN, or leave out gpqa and append the flags
+# --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, six policy servers
 # with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (260 to

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The paper's 7B FAPO run (Table 1). The run starts its own judge. With JUDGE=HOST:PORT, it uses a running judge.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
+# GPQA is gated. Accept its terms on the Hub and set HF_TOKEN, or leave out gpqa and append the flags
+# --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: one node with eight 80 GB GPUs, for four policy ranks, two policy servers and two judges. For several
 # nodes, see docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.

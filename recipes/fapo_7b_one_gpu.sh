@@ -2,6 +2,8 @@
 # FAPO with LoRA adapters for a 7B policy on one 80 GB GPU, which the policy shares with its vLLM server and the
 # judge. The batch is a quarter of the paper's, and the learning rate is ten times the paper's.
 # Data: python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data
+# GPQA is gated. Accept its terms on the Hub and set HF_TOKEN, or leave out gpqa and append the flags
+# --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
 #     24.00 GB  policy server: 15.23 GB of weights, room for 127,330 tokens (longest sequence: 10,240): it fits

@@ -150,6 +150,7 @@ def parse(script, arguments):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses(path):
     found = list(commands(path.read_text()))
+    assert ("gpqa" in path.read_text()) == ("# GPQA is gated." in path.read_text())
     both = path.stem.startswith(("fapo", "baseline", "toy"))  # with and without an external judge
     # These call the trainer through a function of toy_runs.sh.
     both = both and path.stem not in ("toy_tools", "toy_tools_judge")
@@ -498,6 +499,8 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
     config = run_recipe("fapo_7b", "--total-steps", "1")
     assert config.train_file == f"{ROOT}/data/math-dapo_train.parquet" and config.total_steps == 1
     assert config.out_dir == f"{ROOT}/outputs/fapo_7b" and config.genrm and not config.router_address
+    without_gpqa = ["--val-file", "data/aime24_test.parquet", "data/aime25_test.parquet"]  # as in the headers
+    assert run_recipe("fapo_7b", *without_gpqa).val_file == tuple(without_gpqa[1:])
     config = run_recipe("fapo_32b", DATA="/somewhere/data", OUT="elsewhere", JUDGE="h:1")
     assert {str(Path(file).parent) for file in (config.train_file, *config.val_file)} == {"/somewhere/data"}
     assert config.out_dir == f"{ROOT}/elsewhere/fapo_32b" and not config.genrm and config.router_address

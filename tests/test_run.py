@@ -45,7 +45,10 @@ def test_rows_of_several_training_files_follow_each_other(tmp_path, model, token
     assert tyro.cli(grpo_trainer.Config, args=[*needed, *files]).train_file == files
     assert tyro.cli(grpo_trainer.Config, args=[*needed, files[0]]).train_file == files[0]
     run.lock.close()
-    with pytest.raises(ValueError, match="nowhere.parquet: the file does not exist"):
+    message = (
+        "nowhere.parquet: the file does not exist; check the path, or write the file with prepare_data.py"
+    )
+    with pytest.raises(ValueError, match=message):
         prepared(tmp_path, model, tokenizer, train_file=(files[0], "nowhere.parquet"))
 
 
