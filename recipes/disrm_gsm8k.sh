@@ -20,7 +20,6 @@ RUN=${3:+$(realpath -m "$3")}
 WHERE=()
 [ -z "${SOURCE_DIR:-}" ] || WHERE=(--source-dir "$(realpath -m "$SOURCE_DIR")")
 source "$(dirname "$0")/paths.sh"
-[ ! -d .venv/bin ] || export PATH="$PWD/.venv/bin:$PATH"
 
 python prepare_data.py --tasks gsm8k --out-dir "$DATA" "${WHERE[@]}"
 python grpo_trainer.py --model "$POLICY" --out-dir "${RUN:-$OUT/disrm_gsm8k}" \

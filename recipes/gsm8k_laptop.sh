@@ -18,7 +18,6 @@ RUN=${2:+$(realpath -m "$2")}
 WHERE=()
 [ -z "${SOURCE_DIR:-}" ] || WHERE=(--source-dir "$(realpath -m "$SOURCE_DIR")")
 source "$(dirname "$0")/paths.sh"
-[ ! -d .venv/bin ] || export PATH="$PWD/.venv/bin:$PATH"
 
 python prepare_data.py --tasks gsm8k --out-dir "$DATA" "${WHERE[@]}"
 python - "$DATA" "${LONGEST:-140}" "${HELD_OUT:-64}" <<'END'

@@ -7,4 +7,5 @@ case $PWD in */runtime_resources/*)
   : "${DATA:?$how}" "${OUT:?$how}" ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ ! -d .venv/bin ] || export PATH="$PWD/.venv/bin:$PATH"
 DATA=$(realpath -m "${DATA:-data}") OUT=$(realpath -m "${OUT:-outputs}")

@@ -466,9 +466,9 @@ def test_the_papers_settings_are_the_trainers_defaults():
 
 @pytest.fixture
 def run_recipe(tmp_path):
-    """Run a recipe with a stand-in for `python` that only records the trainer's arguments.
+    """Run a copy of a recipe with a stand-in for `python` that only records the trainer's arguments.
 
-    A job runs in a copy of the folder.
+    The copy has no .venv, so that the stand-in is found. A job runs in a temporary copy.
     """
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
@@ -477,10 +477,10 @@ def run_recipe(tmp_path):
     python.chmod(0o755)
 
     def run(name, *arguments, job=False, **variables):
-        folder = ROOT
+        folder = tmp_path / "copy"
         if job:
             folder = tmp_path / "ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1"
-            shutil.copytree(ROOT / "recipes", folder / "recipes", dirs_exist_ok=True)
+        shutil.copytree(ROOT / "recipes", folder / "recipes", dirs_exist_ok=True)
         path = f"{tmp_path}/bin:{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "DATA": "", "OUT": "", "JUDGE": ""} | variables
         command = ["bash", f"recipes/{name}.sh", *arguments]
@@ -494,21 +494,28 @@ def run_recipe(tmp_path):
     return run
 
 
-def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe):
+def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe, tmp_path):
     """Run it from the root, with paths, and as a Ray job, which runs in a temporary copy of the folder."""
+    root = tmp_path / "copy"
     config = run_recipe("fapo_7b", "--total-steps", "1")
-    assert config.train_file == f"{ROOT}/data/math-dapo_train.parquet" and config.total_steps == 1
-    assert config.out_dir == f"{ROOT}/outputs/fapo_7b" and config.genrm and not config.router_address
+    assert config.train_file == f"{root}/data/math-dapo_train.parquet" and config.total_steps == 1
+    assert config.out_dir == f"{root}/outputs/fapo_7b" and config.genrm and not config.router_address
     without_gpqa = ["--val-file", "data/aime24_test.parquet", "data/aime25_test.parquet"]  # as in the headers
     assert run_recipe("fapo_7b", *without_gpqa).val_file == tuple(without_gpqa[1:])
     config = run_recipe("fapo_32b", DATA="/somewhere/data", OUT="elsewhere", JUDGE="h:1")
     assert {str(Path(file).parent) for file in (config.train_file, *config.val_file)} == {"/somewhere/data"}
-    assert config.out_dir == f"{ROOT}/elsewhere/fapo_32b" and not config.genrm and config.router_address
+    assert config.out_dir == f"{root}/elsewhere/fapo_32b" and not config.genrm and config.router_address
     for left_out in ({}, {"DATA": "/shared/data"}, {"OUT": "/shared/outputs"}):
         assert "a Ray job needs this variable" in run_recipe("genrm_4b", job=True, **left_out)
     config = run_recipe("genrm_4b", job=True, DATA="/shared/data", OUT="/shared/outputs")
     assert config.train_file == "/shared/data/fapo_critic_train.parquet"
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
+
+
+def test_a_recipe_finds_the_environment_that_make_setup_created(run_recipe, tmp_path):
+    (tmp_path / "copy/.venv").mkdir(parents=True)
+    (tmp_path / "bin").rename(tmp_path / "copy/.venv/bin")
+    assert run_recipe("fapo_7b").out_dir == f"{tmp_path}/copy/outputs/fapo_7b"
 
 
 def test_a_run_from_a_start_of_the_second_world(run_recipe):
