@@ -85,7 +85,7 @@ class Run:
         self.started = datetime.now()  # when the run first started; a resumed run keeps this time
         # For each split, the counts of run_folder.verdict_counts since the rate was last complete.
         self.recent_verdicts = defaultdict(Counter)
-        self.lock = check_folder(config)  # No other run may use the directory now.
+        self.lock = check_folder(config, config.dry_run)  # No other run may use the directory now.
         try:
             state = self.find_checkpoint()
             self.check_evaluation()

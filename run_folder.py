@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -60,8 +61,8 @@ WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
 AS_JSON = "backslashreplace"
 
 
-def check_folder(config):
-    """Create the output directory and lock it for this run.
+def check_folder(config, dry_run: bool = False):
+    """Create the output directory and lock it for this run; in a dry run, only check that this is possible.
 
     Returns:
         The lock, which is an open file. Closing the file unlocks the directory.
@@ -74,9 +75,14 @@ def check_folder(config):
         raise ValueError(
             f"--out-dir {out_dir}: already contains a run; pass --resume auto, or another directory"
         )
+    path = out_dir / ".lock"
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(out_dir / ".lock", "w")
+        if dry_run and not path.exists():
+            nearest = next(folder for folder in path.absolute().parents if folder.exists())
+            lock = tempfile.TemporaryFile(dir=nearest)  # This file has no name, so it leaves no trace.
+        else:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "a")
     except OSError as error:
         raise OSError(f"--out-dir {out_dir}: {error.strerror}; pass another directory") from error
     try:
@@ -91,6 +97,9 @@ def check_folder(config):
             f"--out-dir {out_dir}: its file system does not support file locks ({error.strerror}); mount it "
             "with lock support (Lustre: -o flock), or pass another directory"
         ) from error
+    if dry_run:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        return lock
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by runs that were killed while saving
         shutil.rmtree(rest, ignore_errors=True)
     return lock

@@ -1141,9 +1141,10 @@ def test_dry_run_checks_and_starts_nothing_and_the_plan_says_what_a_run_needs(wo
     assert process.wait(300) == 0
     text = (workshop / "dry.log").read_text()
     assert '"kl_coef": 0.1' in text and "Ray" not in text
-    assert {path.name for path in (workshop / "dry").iterdir()} <= {".lock"}
-    process = start_run(config, "-m", "tools.plan_run")
+    assert not (workshop / "dry").exists()
+    process = start_run(dataclasses.replace(config, dry_run=False), "-m", "tools.plan_run")
     assert process.wait(300) == 0
+    assert not (workshop / "dry").exists()
     text = (workshop / "dry.log").read_text()
     assert "GB  reference model" in text and "approximate peak" in text and "epochs of 32" in text
 
@@ -1275,6 +1276,26 @@ def test_a_second_run_in_the_same_folder_is_refused_and_deletes_nothing(tmp_path
     run.lock.close()
     Run(run.config).lock.close()
     assert not half.exists()
+
+
+def test_a_dry_run_checks_the_output_directory_and_leaves_no_trace_in_it(tmp_path, model, tokenizer):
+    (tmp_path / "file").touch()
+    run = prepared(tmp_path, model, tokenizer)
+    half = tmp_path / "run/checkpoints/.step_1.tmp"
+    half.mkdir(parents=True)
+
+    def dry(out_dir):
+        return Run(dataclasses.replace(run.config, dry_run=True, out_dir=str(tmp_path / out_dir)))
+
+    with pytest.raises(ValueError, match="run: is in use by another run; wait until it ends"):
+        dry("run")
+    run.lock.close()
+    for out_dir in ("run", "a/b"):
+        with dry(out_dir), dry(out_dir):  # Neither locks the directory.
+            pass
+    assert half.is_dir() and not (tmp_path / "a").exists()
+    with pytest.raises(OSError, match="^--out-dir .*/file/run: Not a directory; pass another directory"):
+        dry("file/run")
 
 
 def test_a_missing_column_and_a_missing_chat_template_are_named(tmp_path, model, tokenizer):

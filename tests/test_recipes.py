@@ -427,6 +427,7 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     assert re.search("22.08 GB  policy server: .*it fits\n +9.60 GB  genrm: .*it fits\n", said.out)
     assert "of 12.0 GB on each of 2 ranks, cuda: it fits" in said.out
     assert said.err.startswith("error: not enough GPUs: ") and said.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

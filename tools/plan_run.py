@@ -379,7 +379,7 @@ def gpu_memory(config) -> float:
 
 def main(config: Config) -> None:
     with one_line_errors():
-        run = Run(config)
+        run = Run(dataclasses.replace(config, dry_run=True))
         started = not config.gpus and reward_loop.connect_ray()
         gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
         print(report(config.resolved(gpus), len(run.train_rows)))
