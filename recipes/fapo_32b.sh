@@ -5,10 +5,13 @@
 # --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, six policy servers
-# with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (260 to
-# 520 GB on the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. To
+# with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (130 to
+# 400 GB on the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. To
 # check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
-# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 66 GB for the model.
+# Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 74 GB for the models
+# (66 GB with JUDGE).
+# Pass --model as a folder on the shared file system. A hub name is downloaded on each node, unless HF_HOME names a
+# shared folder there before `ray start`.
 source "$(dirname "$0")/paths.sh"
 
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 4)

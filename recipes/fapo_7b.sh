@@ -6,7 +6,8 @@
 #
 # Hardware: one node with eight 80 GB GPUs, for four policy ranks, two policy servers and two judges. For several
 # nodes, see docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
-# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is being written), 15 GB for the model.
+# Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is being written), 23 GB for the models
+# (15 GB with JUDGE).
 source "$(dirname "$0")/paths.sh"
 
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 2)
