@@ -70,6 +70,9 @@ def table(config: type, fields: list) -> str:
         if "Suppress" in repr(hints[field.name]):  # This field is not a command-line flag.
             continue
         name = f"--{field.name.replace('_', '-')}"
+        for about in getattr(hints[field.name], "__metadata__", ()):
+            if getattr(about, "aliases", None):  # --help shows both flags.
+                name += f"`, `--{about.name}"
         if "Positional" in repr(hints[field.name]):
             name = field.name.upper()
         meaning = texts[field.name].replace("|", "\\|")

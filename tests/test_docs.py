@@ -118,6 +118,7 @@ def test_every_flag_that_is_named_exists():
     source = "".join(path.read_text() for name in names for path in (ROOT / name).glob("*.py"))
     known = {"--" + name.replace("_", "-") for name in re.findall(r"^    (\w+): ", source, re.M)}
     known |= {"--no-" + name.replace("_", "-") for name in re.findall(r"^    (\w+): bool", source, re.M)}
+    known |= {f"--{name}" for name in re.findall(r'arg\(name="([\w-]+)"', source)}
     known |= set(re.findall(r'aliases=\["(--[\w-]+)"\]', source)) | OTHERS_FLAGS
     for page in PAGES:
         text = page.read_text()
@@ -296,7 +297,10 @@ def test_the_page_of_settings_is_current():
     text = (ROOT / "docs/settings.md").read_text()
     assert page == text, "a setting or its help has changed: run python docs/make_settings.py"
     for field in dataclasses.fields(load("grpo_trainer").Config):
-        assert page.split("## `score_file.py`")[0].count(f"| `--{field.name.replace('_', '-')}` |") == 1
+        row = rf"^\| `--{field.name.replace('_', '-')}`(, `--[\w-]+`)* \|"
+        assert len(re.findall(row, page.split("## `score_file.py`")[0], re.M)) == 1
+    for name in ("num-reward-workers", "reward-timeout"):
+        assert f"`--{name}`" in page, "a flag that --help shows"
     assert not re.findall(r"^\| .*\|  \|$", page, re.M)
 
 
