@@ -7,8 +7,8 @@
 #
 # Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, and eight policy
 # servers with two GPUs each. Between updates, weights and optimizer states are in host memory (260 to 520 GB on
-# the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 4. To check memory and placement, use
-# `python -m tools.plan_run` with the trainer's flags.
+# the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 4. To check memory and placement, set
+# TRAINER="-m tools.plan_run".
 # Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 66 GB for the model.
 # Pass --model as a folder on the shared file system. A hub name is downloaded on each node, unless HF_HOME names a
 # shared folder there before `ray start`.
@@ -17,7 +17,7 @@ source "$(dirname "$0")/paths.sh"
 WHERE=()
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
-python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir "$OUT/baseline_32b" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-32B --out-dir "$OUT/baseline_32b" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
   --reward-fn compute_score.py:compute_score_baseline \

@@ -6,14 +6,14 @@
 # --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: one node with eight 80 GB GPUs, for four policy ranks and four policy servers. For several nodes, see
-# docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
+# docs/cluster.md. To check memory and placement, set TRAINER="-m tools.plan_run".
 # Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is being written), 15 GB for the model.
 source "$(dirname "$0")/paths.sh"
 
 WHERE=()
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
-python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/baseline_7b" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/baseline_7b" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
   --reward-fn compute_score.py:compute_score_baseline \

@@ -11,7 +11,7 @@
 #
 # Data: python prepare_data.py --tasks dapo aime24 critic --out-dir data
 #
-# Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
+# Memory, as estimated with TRAINER="-m tools.plan_run" and the flags --gpus 1 --gpu-gb 24:
 #      6.24 GB  policy server: 3.55 GB of weights, room for 26,239 tokens (longest sequence: 4,096): it fits
 #      3.84 GB  genrm: 0.99 GB of weights, room for 74,743 tokens (longest sequence: 8,192): it fits
 #      3.70 GB  weights
@@ -23,7 +23,7 @@
 # and 18 GB for three checkpoints of the judge, one of which is being written.
 source "$(dirname "$0")/paths.sh"
 
-python grpo_trainer.py --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_24gb" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OUT/fapo_1.5b_24gb" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   --reward-fn compute_score.py:compute_score_fapo \
   --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 3072, "judge_test": true}' \

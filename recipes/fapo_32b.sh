@@ -7,7 +7,7 @@
 # Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, six policy servers
 # with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (130 to
 # 400 GB on the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. To
-# check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
+# check memory and placement, set TRAINER="-m tools.plan_run".
 # Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 74 GB for the models
 # (66 GB with JUDGE).
 # Pass --model as a folder on the shared file system. A hub name is downloaded on each node, unless HF_HOME names a
@@ -17,7 +17,7 @@ source "$(dirname "$0")/paths.sh"
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 4)
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
-python grpo_trainer.py --model Qwen/Qwen2.5-32B --out-dir "$OUT/fapo_32b" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-32B --out-dir "$OUT/fapo_32b" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
   --reward-fn compute_score.py:compute_score_fapo \

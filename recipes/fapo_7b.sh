@@ -5,7 +5,7 @@
 # --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: one node with eight 80 GB GPUs, for four policy ranks, two policy servers and two judges. For several
-# nodes, see docs/cluster.md. To check memory and placement, use `python -m tools.plan_run` with the trainer's flags.
+# nodes, see docs/cluster.md. To check memory and placement, set TRAINER="-m tools.plan_run".
 # Disk: 280 GB in OUT (two checkpoints of 91 GB, and a third while it is being written), 23 GB for the models
 # (15 GB with JUDGE).
 source "$(dirname "$0")/paths.sh"
@@ -13,7 +13,7 @@ source "$(dirname "$0")/paths.sh"
 WHERE=(--genrm dyyyyyyyy/FAPO-GenRM-4B --genrm-servers 2)
 [ -z "${JUDGE:-}" ] || WHERE=(--router-address "$JUDGE")
 
-python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
   --reward-fn compute_score.py:compute_score_fapo \

@@ -5,7 +5,7 @@
 # GPQA is gated. Accept its terms on the Hub and set HF_TOKEN, or leave out gpqa and append the flags
 # --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
-# Memory, as estimated by `python -m tools.plan_run` with the trainer's flags:
+# Memory, as estimated with TRAINER="-m tools.plan_run" and the flags --gpus 1 --gpu-gb 80:
 #     24.00 GB  policy server: 15.23 GB of weights, room for 127,330 tokens (longest sequence: 10,240): it fits
 #     17.60 GB  genrm: 8.04 GB of weights, room for 56,435 tokens (longest sequence: 28,672): it fits
 #     17.73 GB  weights
@@ -16,7 +16,7 @@
 # Disk: 19 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
 source "$(dirname "$0")/paths.sh"
 
-python grpo_trainer.py --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b_one_gpu" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-Math-7B --max-positions 32768 --out-dir "$OUT/fapo_7b_one_gpu" \
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   "$DATA/aime25_test.parquet" "$DATA/gpqa-diamond_test.parquet:4" \
   --reward-fn compute_score.py:compute_score_fapo \

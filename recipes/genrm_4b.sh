@@ -3,12 +3,12 @@
 # Data: python prepare_data.py --tasks critic --out-dir data
 #
 # Hardware: one node with eight 80 GB GPUs, for four policy ranks and four policy servers. To check memory and
-# placement, use `python -m tools.plan_run` with the trainer's flags.
+# placement, set TRAINER="-m tools.plan_run".
 # Disk: 2.4 TB in OUT for 50 checkpoints of 48 GB, and 8 GB for the model. All checkpoints are kept because the
 # authors chose an early one for its short critiques. --keep-checkpoints 2 reduces the space to 150 GB.
 source "$(dirname "$0")/paths.sh"
 
-python grpo_trainer.py --model Qwen/Qwen3-4B-Instruct-2507 --out-dir "$OUT/genrm_4b" \
+python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen3-4B-Instruct-2507 --out-dir "$OUT/genrm_4b" \
   --train-file "$DATA/fapo_critic_train.parquet" --val-file "$DATA/fapo_critic_test.parquet" \
   --reward-fn compute_score.py:compute_score_fapo_genrm \
   --policy-ranks 4 --rollout vllm --rollout-servers 4 \

@@ -116,7 +116,7 @@ def commands(text):
     Shell variables become "7", which is a number, a name and a path. WHERE (where the judge is) takes each of
     the values that the recipe gives it; "..." stands for what the trainer needs.
     """
-    text = re.sub(r"\\\n\s*", " ", text)
+    text = re.sub(r"\\\n\s*", " ", text).replace("${TRAINER:-grpo_trainer.py}", "grpo_trainer.py")
     places = re.findall(r"WHERE=\((.*)\)", text) or [""]
     for place in places:
         for line in text.replace('"${WHERE[@]}"', place).splitlines():
@@ -467,14 +467,14 @@ def test_the_papers_settings_are_the_trainers_defaults():
 
 @pytest.fixture
 def run_recipe(tmp_path):
-    """Run a copy of a recipe with a stand-in for `python` that only records the trainer's arguments.
+    """Run a copy of a recipe with a stand-in for `python` that only records the arguments of TRAINER.
 
     The copy has no .venv, so that the stand-in is found. A job runs in a temporary copy.
     """
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
     trainer = f'printf \'%s\\n\' "$PWD" "$@" >{tmp_path}/arguments'
-    python.write_text(f'#!/bin/sh\n[ "$1" != grpo_trainer.py ] || {trainer}\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" != grpo_trainer.py ] && [ "$2" != tools.plan_run ] || {trainer}\n')
     python.chmod(0o755)
 
     def run(name, *arguments, job=False, **variables):
@@ -488,9 +488,10 @@ def run_recipe(tmp_path):
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             return done.stderr
-        where, script, *arguments = (tmp_path / "arguments").read_text().splitlines()
-        assert (where, script) == (str(folder), "grpo_trainer.py")
-        return parse("grpo_trainer", arguments)
+        script = variables.get("TRAINER", "grpo_trainer.py").split()
+        where, *arguments = (tmp_path / "arguments").read_text().splitlines()
+        assert [where, *arguments[: len(script)]] == [str(folder), *script]
+        return parse(script[-1].removesuffix(".py"), arguments[len(script) :])
 
     return run
 
@@ -511,6 +512,14 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe, tmp_path):
     config = run_recipe("genrm_4b", job=True, DATA="/shared/data", OUT="/shared/outputs")
     assert config.train_file == "/shared/data/fapo_critic_train.parquet"
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
+
+
+@pytest.mark.parametrize("name", [*ONE_GPU, "genrm_4b", "baseline_7b", "fapo_7b", "baseline_32b", "fapo_32b"])
+def test_a_recipe_for_gpus_can_be_planned(run_recipe, name):
+    """Pass the recipe's flags to tools.plan_run, with the flags of recipes/README.md."""
+    (script,) = set(re.findall('TRAINER="(.*?)"', (ROOT / "recipes/README.md").read_text()))
+    config = run_recipe(name, "--gpus", "8", "--gpu-gb", "80", TRAINER=script, JUDGE_MODEL="j")
+    assert (config.gpus, config.gpu_gb) == ((8,), 80) and config.out_dir.endswith(f"/{name}")
 
 
 def test_a_recipe_finds_the_environment_that_make_setup_created(run_recipe, tmp_path):
