@@ -456,7 +456,7 @@ def test_bad_folders_are_refused_in_one_line(tmp_path):
     older = write(tmp_path / "older", [{"step": 1, "reward/mean": 0.5}])
     (older / "samples.jsonl").write_text('{"step": 1, "text": "of another version"}\n')
     for folder, why in (
-        (tmp_path / "none", "no training step"),
+        (tmp_path / "none", "none: the folder does not exist; pass the --out-dir of a run"),
         (evaluated, "no training step"),
         (foreign, "(TypeError: "),
         (older, "(KeyError: 'split')"),

@@ -462,6 +462,8 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder}: is not a run of this version ({why}); pass another run") from error
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: the folder does not exist; pass the --out-dir of a run")
         if not has_steps:
             raise ValueError(
                 f"{folder}: metrics.jsonl has no training step; pass the --out-dir of a run, or "
