@@ -18,7 +18,7 @@
 #      0.15 GB  gradients
 #      0.30 GB  Adam
 #      4.03 GB  update: activations of a micro-batch
-#      8.17 GB  approximate peak, of 12.5 GB on each of 1 ranks, cuda: it fits
+#      8.17 GB  approximate peak, of 12.5 GB on the GPU of rank 0: it fits
 # Disk: 5 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 5 GB for the models,
 # and 18 GB for three checkpoints of the judge, one of which is being written.
 source "$(dirname "$0")/paths.sh"

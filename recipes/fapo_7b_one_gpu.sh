@@ -12,7 +12,7 @@
 #      0.32 GB  gradients
 #      0.65 GB  Adam
 #      8.29 GB  update: activations of a micro-batch
-#     27.00 GB  approximate peak, of 36.0 GB on each of 1 ranks, cuda: it fits
+#     27.00 GB  approximate peak, of 36.0 GB on the GPU of rank 0: it fits
 # Disk: 19 GB in OUT (adapters and their optimizer, and the last checkpoint merged), 23 GB for the models.
 source "$(dirname "$0")/paths.sh"
 

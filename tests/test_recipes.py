@@ -181,7 +181,7 @@ def plan(arguments, gb, policy, judge=None):
     arguments = [*arguments, "--model", str(policy), "--gpus", "1", "--gpu-gb", str(gb)]
     arguments += ["--genrm", str(judge)] if judge else []
     text = plan_run.report(parse("tools.plan_run", arguments).resolved(1), num_rows=1)
-    assert len(re.findall("^1 GPUs: .*rank 0.* [+] .*policy server 0", text, re.M)) == 1  # on one device
+    assert len(re.findall("^1 GPU: .*rank 0.* [+] .*policy server 0", text, re.M)) == 1  # on one device
     return [line for line in text.splitlines() if " GB " in line]
 
 

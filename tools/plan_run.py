@@ -179,7 +179,9 @@ def report(config, num_rows: int) -> str:
     device = config.device
     available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     specs = process_specs(config)
-    if config.device == "cuda" or config.policy_ranks > 1:
+    if config.device == "cuda":
+        device = "the GPU of rank 0"
+    if config.policy_ranks > 1:
         device = f"each of {config.policy_ranks} ranks, {config.device}"
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
     if on_gpus or config.policy_ranks > 1:
@@ -347,7 +349,7 @@ def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
             )
         node = fitting[0]
         free[node] -= count
-        name = f"{gpus[node]} GPUs"
+        name = f"{gpus[node]} GPU{'s' * (gpus[node] > 1)}"
         if len(gpus) > 1:
             name = f"node {node}, {name}"
         nodes.append(name)
