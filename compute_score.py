@@ -347,7 +347,7 @@ def question_of(extra_info: dict | None) -> str:
     return question
 
 
-NO_JUDGE = "reward_router_address: no judge is running; pass --genrm or --router-address"
+NO_JUDGE = "the reward function needs a judge; pass --genrm or --router-address"
 VERIFIERS = ("rule", "math_verify")
 WITHOUT_VERDICT = ("none", "rule")  # values of on_no_verdict
 

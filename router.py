@@ -92,11 +92,12 @@ class Config:
     max_attempts: int = 3  # Maximum number of servers to try for one request.
     unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
     health_interval: float = 5.0  # Time between health checks, in seconds. A status below 500 is healthy.
-    # Path of the servers for health checks. Choose a cheap one: some gateways ask a model on /health.
+    # Path of the servers for health checks. Choose a cheap one: some gateways query a model for every request
+    # to /health.
     health_path: str = "/health"
     health_timeout: float = 10.0  # Time limit for a health check, in seconds. Busy servers respond slowly.
-    # Let servers join whose /v1/models differ. A request may then reach a server with another model. Use it
-    # if the same model has different paths on the servers.
+    # Let servers join even if their /v1/models differ. A request may then reach a server with another model.
+    # Use it if the same model has different paths on the servers.
     mixed_models: bool = False
     # Maximum time, in seconds, that a request waits for a healthy server, or to be retried after its server
     # died (one such retry per second). 0: return 503 immediately and retry without pauses. Harmless requests

@@ -48,8 +48,9 @@ class PolicyOptions:
     # Cap of the importance weights that correct for differences between sampler and policy; default: no
     # correction, or 2 with --overlap.
     tis_cap: float | None = None
-    # Take the log-probabilities before the step from the sampler, except in its first update. This saves a
-    # forward pass, and the loss corrects for differences between sampler and policy by importance sampling.
+    # Take the log-probabilities before the step from the sampler, except in the first update of each step.
+    # This saves a forward pass, and the loss corrects for differences between sampler and policy by
+    # importance sampling.
     sampler_logprobs: bool = False
     # Weight of the KL divergence from the initial --model; 0: no KL term, and no second model in memory.
     kl_coef: float = 0.0
@@ -68,8 +69,10 @@ class PolicyOptions:
     # Tokens per forward and backward pass, including padding; 0: 16384 on a GPU, 2048 on a CPU.
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
-    compile_layers: bool = False  # Compile the model's layers with torch.compile, for --rollout vllm on GPUs.
-    # Round operands of the output layer's products to bf16, for --rollout vllm on GPUs. Sums stay float32.
+    # Compile the model's layers with torch.compile. Intended for --rollout vllm on GPUs.
+    compile_layers: bool = False
+    # Round the operands of the output layer's matrix products to bf16; sums stay float32. Intended for
+    # --rollout vllm on GPUs.
     bf16_head: bool = False
     seed: int = 0  # Random seed for the data order, sampling and new adapters.
 
@@ -92,8 +95,9 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # When to score samples: each sample when its rollout ends (standalone), or all samples after the last
     # rollout, so that --genrm can sleep during rollouts (colocate).
     reward_mode: Literal["standalone", "colocate"] = "standalone"
-    # Stop the run if more than this fraction of a step's or evaluation's rollouts have failed, or of the
-    # samples that need a verdict have none. The latter rate divides by at least 20, or by all samples.
+    # Stop the run if more than this fraction of the rollouts of a step or an evaluation failed, or of the
+    # samples that need a verdict got none. The denominator of the second fraction is at least 20, or the
+    # number of all samples if there are fewer.
     max_no_verdict_rate: float = 0.5
 
     # Where to sample rollouts: in the trainer's process (hf) or on vLLM servers (vllm); auto chooses hf on a
