@@ -65,12 +65,12 @@ KEPT_BY = {
         "test_rollout.test_rollout_logprobs_are_the_trainers",
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
     ),
-    "A policy server that has not loaded the weights of a sync ends the run, even if they changed little. "
-    "Each server returns checksums of the weights that it held unchanged after its start: embedding, head "
-    "and norms, and on GPUs also the matrices that vLLM does not merge. Only these are compared, in the "
-    "data type of the servers. By default, LoRA changes none of them on a CPU, and with some "
-    "`--lora-targets` none on a GPU; these checksums then do not notice a lost sync. If a server rejects "
-    "the request for checksums when the run starts, a warning says so, and none are compared.": (
+    "A policy server that has not loaded the weights of a sync ends the run, even if the weights changed "
+    "little. Each server returns checksums of the weights that it held unchanged after its start: embedding, "
+    "head and norms, and on GPUs also the matrices that vLLM does not merge. Only these are compared, in the "
+    "data type of the servers. LoRA may change none of the compared weights: by default on a CPU, and with "
+    "some `--lora-targets` on a GPU. The checksums then cannot reveal a lost sync. If a server rejects the "
+    "request for checksums when the run starts, a warning says so, and none are compared.": (
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
         "test_genrm_server.test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart",
         "test_genrm_server.test_a_run_whose_servers_reject_checksums_at_its_start_goes_on_without_them",
@@ -132,8 +132,8 @@ KEPT_BY = {
         "test_trajectory.test_markup_in_a_reply_stays_text",
     ),
     "No request is lost while a server that can answer it is alive. The exception is an engine that hangs "
-    "behind a good `/health`: requests to it may run into their time limits until three in a row "
-    "(`--unhealthy-after`) have done so while other servers answered.": (
+    "although its server's `/health` still responds: requests to it may run into their time limits until "
+    "three in a row (`--unhealthy-after`) have done so while other servers answered.": (
         "test_router.test_one_bad_server_of_two_loses_nothing_and_leaves",
         "test_router.test_requests_stay_with_busy_servers_while_there_is_no_other",
         "test_router.test_an_engine_that_hangs_behind_a_good_health_leaves_until_it_is_restarted",
