@@ -7,14 +7,16 @@
     votes        FAPO. The same judge gives several verdicts, and the majority decides.
     rubric       A checklist replaces the search for the first wrong step.
 
-The first three functions also accept the settings of compute_score_fapo. If you copy this file, copy
-compute_score.py as well and remove the import of the toy world.
+The first three functions also accept the settings of compute_score_fapo. All verdicts on an answer share the
+time limit genrm_timeout_s. If you copy this file, copy compute_score.py as well and remove the import of the
+toy world.
 """
 
 import asyncio
 import inspect
 import random
 import re
+import time
 import zlib
 from collections import Counter
 
@@ -28,6 +30,16 @@ seen = Counter()  # How often this worker has scored each answer.
 def let_pass(result: dict) -> bool:
     """Return whether the judge accepted a correct answer."""
     return result["acc"] is True and result["flawed_positive"] is False and result["genrm_status"] == "ok"
+
+
+def with_rest(start: float, settings: dict, second: dict | None = None) -> dict:
+    """Return settings for a later verdict, which gets only the time that the first one (at `start`) left.
+
+    With a full time limit each, verdicts could exceed the reward loop's --timeout, which loses all of them.
+    """
+    rest = settings.get("genrm_timeout_s", fapo.GENRM_TIMEOUT_S) - (time.monotonic() - start)
+    settings = settings | (second or {})
+    return settings | {"genrm_timeout_s": max(0.0, min(rest, settings.get("genrm_timeout_s", rest)))}
 
 
 def check_share(share) -> None:
@@ -73,11 +85,12 @@ async def audited(
     sample = (data_source, solution_str, ground_truth, extra_info)
     is_wanted = is_drawn(share, step, extra_info.get("question"), solution_str)
     settings["turns"] = turns
+    start = time.monotonic()
     result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
     result["audited"] = False
     if is_wanted and let_pass(result):
         address = reward_router_addresses.get("audit", reward_router_address)
-        opinion = await fapo.compute_score_fapo(*sample, address, **settings | (second or {}))
+        opinion = await fapo.compute_score_fapo(*sample, address, **with_rest(start, settings, second))
         result["audit_status"] = opinion["genrm_status"]
         if opinion["genrm_status"] == "ok":
             result |= {"audited": True, "audit_flawed": opinion["flawed_positive"]}
@@ -121,10 +134,12 @@ async def two_judges(
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     settings["turns"] = turns
+    start = time.monotonic()
     result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
     is_open = let_pass(result)
     if is_open:
-        result = await fapo.compute_score_fapo(*sample, reward_router_addresses["strict"], **settings)
+        strict = reward_router_addresses["strict"]
+        result = await fapo.compute_score_fapo(*sample, strict, **with_rest(start, settings))
     return result | {"strict_asked": is_open}
 
 
@@ -150,9 +165,11 @@ async def votes(
     check_critiques(k, settings)
     sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
     settings["turns"] = turns
+    start = time.monotonic()
     first = await fapo.compute_score_fapo(*sample, **settings)
     if first["genrm_status"] == "skipped":
         return first
+    settings = with_rest(start, settings)
     others = [fapo.compute_score_fapo(*sample, **settings) for _ in range(k - 1)]
     results = [first, *await asyncio.gather(*others)]
     counted = [result for result in results if result["genrm_status"] == "ok"]

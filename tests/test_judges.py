@@ -3,12 +3,13 @@
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from test_group_rewards import served
-from test_reward_loop import serve  # noqa: F401  (a fixture)
+from test_reward_loop import critic, serve  # noqa: F401  (serve is a fixture)
 
 sys.path.append(str(Path(__file__).parent.parent / "docs"))
 import algorithm
@@ -123,6 +124,28 @@ def test_a_run_that_lacks_a_judge_or_a_setting_is_rejected_before_it_starts(
         return
     with pytest.raises(ValueError, match=message):
         check_row(row)
+
+
+@pytest.mark.parametrize("name", ["audited", "two_judges", "votes"])
+def test_all_verdicts_on_an_answer_share_one_time_limit(serve, name):
+    """Otherwise the reward loop's limit would cut off the call, and the first verdict would be lost."""
+
+    async def handler(request):
+        if request.path == "/v1/chat/completions":
+            await asyncio.sleep(1.5 if calls(server) == 1 else 2.2)
+        return await critic(request)
+
+    server = serve(handler)
+    settings = {"share": 1.0, "second": {"genrm_timeout_s": 5}} if name == "audited" else {}
+    start = time.monotonic()
+    (result,) = ask(
+        getattr(judges, name), [RIGHT], server.address, server.address, genrm_timeout_s=2, **settings
+    )
+    assert time.monotonic() - start < 3.2 and calls(server) == (3 if name == "votes" else 2)
+    if name == "audited":
+        assert result["score"] == 1.0 and not result["audited"] and result["audit_status"] == "timeout"
+    else:
+        assert result["score"] is None and result["genrm_status"] == "timeout"
 
 
 # ---- audited
