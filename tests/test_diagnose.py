@@ -166,6 +166,32 @@ def test_a_length_penalty_that_groups_of_equal_answers_learn_from_counts_once():
 
 
 @pytest.mark.parametrize(
+    "name, values",
+    [
+        ("digits", [int("7" * 400), 4]),
+        ("large", [1e308, 1e308, -1e308]),
+        ("infinite", [float("inf"), float("-inf"), 1.0]),
+        ("acc", [[True, False], True]),
+    ],
+)
+def test_no_result_of_the_users_function_ends_a_diagnosis(name, values):
+    samples = sum([costly(step, 0.003, 7) for step in range(1, 7)], [])
+    for number, sample in enumerate(samples):
+        if sample["group"] == 0:
+            sample["reward_extra_info"][name] = values[number % len(values)]
+    found = named(lines_of(GOOD["fapo"])[:6], samples)
+    assert "small_term/name calls" in found["small-term"].evidence
+
+
+def test_no_mean_of_the_users_results_ends_a_diagnosis():
+    lines = lines_of(GOOD["fapo"])
+    for line in lines:
+        line |= {"reward/acc": 1e200 * line["step"]}  # The square is infinite.
+        line |= {"reward/audited": 0.5, "reward/audit_flawed": -1.0}
+    assert not {"accuracy-decline", "reward-hacking"} & named(lines).keys()
+
+
+@pytest.mark.parametrize(
     "cost, penalty, advantages, finding",
     [
         (0.003, 0, {}, True),

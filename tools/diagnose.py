@@ -18,10 +18,10 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from math import nan, sqrt
+from math import hypot, nan, sqrt
 from operator import gt, lt
 from pathlib import Path
-from statistics import StatisticsError, correlation, fmean
+from statistics import correlation, fmean
 
 import tyro
 
@@ -293,15 +293,16 @@ def lost_accuracy(lines: list[dict]) -> dict[str, float]:
     """
     count = min(20, len(lines) // 3)
     means = []
-    squares = []
+    changes = []
     for part in (lines[:count], lines[-count:]):
         accuracies = [line["reward/acc"] for line in part if "reward/acc" in line]
         if count < 5 or len(accuracies) < count:
             return {}
         means.append(sum(accuracies) / count)
-        squares += [(after - before) ** 2 for before, after in zip(accuracies, accuracies[1:])]
+        changes += [after - before for before, after in zip(accuracies, accuracies[1:])]
     lost = means[0] - means[1]
-    error = sqrt(sum(squares) / len(squares) / count)  # Both means have a variance of half of this square.
+    # Both means have a variance of half of this square. A square may overflow, but hypot does not.
+    error = hypot(*changes) / sqrt(len(changes) * count)
     if means[0] < 0.1 or not error:
         return {}
     return {"accuracy/lost": lost / means[0], "accuracy/lost_in_errors": lost / error}
@@ -328,7 +329,7 @@ def audit(lines: list[dict]) -> tuple[float, float]:
             asked += count
             flawed += count * line.get("reward/audit_flawed", 0)  # missing in steps without audits
     share = flawed / asked
-    return share, sqrt(share * (1 - share) / asked)
+    return share, sqrt(max(0.0, share * (1 - share)) / asked)  # The user's own values may be negative.
 
 
 def small_term(samples: list[dict]) -> dict[str, float | str]:
@@ -340,8 +341,8 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
     """
     groups = defaultdict(list)
     for sample in samples:
-        about = (sample["reward_score"], sample["reward_extra_info"].get("acc"), sample.get("advantage"))
-        if None not in about:
+        is_known = None not in (sample["reward_score"], sample.get("advantage"))
+        if is_known and isinstance(sample["reward_extra_info"].get("acc"), (int, float)):
             groups[sample["step"], sample["group"]].append(sample)
     rewards = [sample["reward_score"] for group in groups.values() for sample in group]
     small = []
@@ -372,18 +373,15 @@ def explaining_result(groups: list[list[dict]]) -> str:
     for key in groups[0][0]["reward_extra_info"]:
         values = []
         rewards = []
-        for group in groups:
-            found = [sample["reward_extra_info"].get(key) for sample in group]
-            if key == "score" or not all(isinstance(value, (int, float)) for value in found):
-                break
-            values += [value - fmean(found) for value in found]
-            mean = fmean(sample["reward_score"] for sample in group)
-            rewards += [sample["reward_score"] - mean for sample in group]
-        if len(values) < sum(map(len, groups)):
-            continue
-        with suppress(StatisticsError):  # The values do not vary.
+        # The values may not vary, be too large for a mean, or be no numbers.
+        with suppress(ArithmeticError, TypeError, ValueError):
+            for group in groups:
+                found = [sample["reward_extra_info"].get(key) for sample in group]
+                values += [value - fmean(found) for value in found]
+                mean = fmean(sample["reward_score"] for sample in group)
+                rewards += [sample["reward_score"] - mean for sample in group]
             fit = abs(correlation(values, rewards))
-            if fit > best:
+            if key != "score" and fit > best:
                 best = fit
                 name = key
     return name
