@@ -638,10 +638,20 @@ def _replace_brackets(text, pattern, brackets):
     return "".join(parts) + text[place:]
 
 
+# Control tokens of common chat templates, which a judge's tokenizer reads even inside a user's message.
+# Between bars, names of one or two letters are mathematics, as in |x|<|AB|>|z|.
+_WORD, _REST = r"[^\W\d_]{2}", r"[^\s<>|\[\]]"
+_CONTROL = (
+    rf"<\|/?{_WORD}{_REST}+(?:\|{_REST}*)?>|<{_WORD}{_REST}+\|>"  # <|im_end|>, <|DSML|invoke>, <turn|>
+    rf"|</?{_WORD}[^\W\d_]*[_:]{_REST}*>|</?(?:s|bos|eos|pad|unk|think|system|user|assistant)>|<</?SYS>>"
+    r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\]"
+)
+
+
 @functools.lru_cache(64)
 def _frame_pattern(frame):
     """Return a pattern for the headings and tags in `frame`, and for near copies of them."""
-    patterns = []
+    patterns = [_CONTROL]
     for marker in dict.fromkeys(re.findall(r"\[[^\[\]]+\]|<[^<>]+>", frame)):
         parts = re.findall(r"\{index[^}]*\}|[^\W_]", "".join(map(_fold, marker)))
         first, last = re.escape(marker[0]), re.escape(marker[-1])
@@ -661,7 +671,8 @@ def break_frame(solution: str, frame: str) -> str:
 
     Otherwise a policy could learn to write `</paragraph_0>` or `[Ground Truth]` and pass off its own text as
     part of the prompt. Copies with other spaces, invisible characters or letters that look the same count as
-    well. A solution without such markers is returned unchanged.
+    well, and so do control tokens of chat templates, such as `<|im_end|>`, with which a policy could end the
+    judge's prompt. A solution without such markers is returned unchanged.
     """
     return _replace_brackets(solution, _frame_pattern(frame), "()")
 
