@@ -721,6 +721,10 @@ def changes_between(before, now: dict) -> list[str]:
     if not isinstance(before, dict) or before.keys() != now.keys():
         return ["the version of the file"]
     changed = [name for name in now if name != "models" and before[name] != now[name]]
+    # The order counts: a reward function gets the address of the first model.
+    names = [", ".join(one["models"]) or "none" for one in (before, now)]
+    if names[0] != names[1]:
+        changed.append(f"the names of the models ({names[0]}; now {names[1]})")
     for name, model in before["models"].items():
         if model and now["models"].get(name) not in (None, model):
             changed.append(f"the model {name}")

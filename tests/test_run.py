@@ -405,6 +405,25 @@ def test_a_run_that_resumes_with_another_judge_says_so(tmp_path, model, tokenize
     run.lock.close()
 
 
+@pytest.mark.parametrize("judges", [["strict=h:2", "quick=h:1"], ["judge=h:1", "strict=h:2"], ["quick=h:1"]])
+def test_a_run_that_resumes_with_judges_of_other_names_or_in_another_order_says_so(
+    tmp_path, model, tokenizer, capsys, judges
+):
+    """The first judge is the one that most functions ask, and the others are asked by name."""
+    write_checkpoint(tmp_path, model, tokenizer)
+    reward = f"{grpo_trainer.__file__}/../docs/judges.py:two_judges"
+    begun = ("quick=h:1", "strict=h:2")
+    run = prepared(tmp_path, model, tokenizer, resume="auto", router_address=begun, reward_fn=reward)
+    for addresses in (begun, begun, judges):
+        config = dataclasses.replace(run.config, router_address=tuple(addresses))
+        run_folder.note_start(config, run.step, config.judges())
+        run.compare_judges()
+    names = ", ".join(judge.split("=")[0] for judge in judges)
+    line = f"(not the same: the names of the models (quick, strict; now {names})); rewards before and "
+    assert capsys.readouterr().out.count("resuming with a different judge " + line) == 1
+    run.lock.close()
+
+
 @pytest.mark.parametrize("changes", [dict(kl_coef=0.1), dict(lora_rank=2)])
 def test_a_cut_configuration_of_the_run_is_named_in_one_line(tmp_path, model, tokenizer, changes):
     write_checkpoint(tmp_path, model, tokenizer, **changes)
