@@ -177,6 +177,9 @@ _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 # These substitutions span several tokens and are applied in order. Each line has a regular expression, an
 # arrow and a replacement. The text has one line per member of the answer, and ~ marks white space to keep.
 _SPELLINGS = r"""
+# x=1 or x=2, where a space surrounds each token
+(?:^\x20?|(?<=\x20or\x20))([^=\n]+)=([^=\n]+?)\x20or\x20(?=\1=) → \1=\2\n
+# Spaces
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
 \x20                                        →

@@ -275,6 +275,9 @@ the answer is not 7 | 7
 \text{no one is }7 | 7
 7 \text{ or } 8 | 8
 x=7 \lor x=8 | 8
+x=\text{for x=8} | f,8
+x=7 \text{ or } x=8 | 8
+x=7 \text{ or } y=8 | x=7, y=8
 x<2 \text{ or } x>5 | x<2 \text{ and } x>5
 |\theta|=3 | 3
 \sin 2\theta = \frac12 | \sin\theta = \frac12
@@ -319,6 +322,9 @@ e^\pi | e^{\pi}
 7\text{ sq ft} | 7\text{ ft}^2
 \left[\begin{matrix} 1 \\ 2 \end{matrix}\right] | \begin{pmatrix}1\\2\end{pmatrix}
 x=2, x=3 | 2,3
+x=2 \text{ or } x=-3 | 2,-3
+x=1, x = 2\quad\text{or}\quad x = 3 | 1,2,3
+AB = 3 or AB = \pi or AB = 5 | 3, \pi, 5
 \mu=40, \sigma^2=800 | \mu = 40,\ \sigma^{2} = 800
 \{1,2\} | \lbrace 1,2 \rbrace
 12\text{ in} | 12\text{ inches}
