@@ -361,6 +361,17 @@ def one_of(name: str, value, known) -> None:
         raise ValueError(f"{name}: {value!r} is unknown; use one of {choices} (in --reward-kwargs)")
 
 
+NULL = type(None)
+
+
+def one_kind(settings: dict, name: str, kind: str, *types, least=-math.inf) -> None:
+    """Raise ValueError if a setting has none of these JSON types, or is a number below `least`."""
+    value = settings.get(name)
+    is_low = type(value) in (int, float) and value < least
+    if name in settings and (type(value) not in types or is_low):
+        raise ValueError(f"{name}: {value!r:.80} is not {kind} (in --reward-kwargs)")
+
+
 # A reward function's `check_row` is called for each row before a run starts. `settings` are the arguments of
 # the reward function that are the same for all rows.
 def check_answer(row: dict, settings: dict) -> None:
@@ -376,15 +387,18 @@ def check_judged(row: dict, settings: dict) -> None:
     one_of("prompt_style", settings.get("prompt_style", "tagged"), PROMPT_STYLES)
     for name in ("judge_test", "judge_wrong", "keep_critique"):
         one_of(name, settings.get(name, False), (True, False))
-    penalty = settings.get("penalty", 1.0)
-    if not isinstance(penalty, int | float | None):
-        raise ValueError(f"penalty: {penalty!r} is not a number (in --reward-kwargs)")
+    one_kind(settings, "penalty", "a number", int, float, NULL)
+    one_kind(settings, "genrm_temperature", "a number of at least 0", int, float, NULL, least=0)
+    one_kind(settings, "genrm_max_tokens", "a whole number above 0", int, NULL, least=1)
+    one_kind(settings, "genrm_timeout_s", "a number above 0", int, float, least=1e-9)
+    one_kind(settings, "genrm_chat_kwargs", "an object", dict, NULL)
+    one_kind(settings, "genrm_model", "the name of a model", str, NULL)
     extra_info = row.get("extra_info") or {}
     is_test = extra_info.get("split") == "test"
     if settings.get("reward_router_address") or settings.get("reward_router_addresses"):
         if settings.get("judge_test") or not is_test:
             question_of(extra_info)
-    elif penalty is not None and not is_test:
+    elif settings.get("penalty", 1.0) is not None and not is_test:
         raise ValueError(NO_JUDGE)
 
 

@@ -278,5 +278,18 @@ def read_marks(critique: str, count: int) -> dict[str, bool]:
     return {f"met_{number}": word == "yes" for number, word in enumerate(words, 1)}
 
 
+def check_rubric(row: dict, settings: dict) -> None:
+    """Raise ValueError if the check of compute_score_fapo fails, or a checklist or setting is invalid."""
+    fapo.check_judged(row, settings)
+    fapo.one_kind(settings, "weight", "a number", int, float)
+    fapo.one_kind(settings, "max_tokens", "a whole number above 0", int, fapo.NULL, least=1)
+    fapo.one_kind(settings, "temperature", "a number of at least 0", int, float, fapo.NULL, least=0)
+    own = (row.get("extra_info") or {}).get("rubric") or POINTS
+    for name, points in (("points", settings.get("points", POINTS)), ("extra_info['rubric']", own)):
+        is_list = isinstance(points, list | tuple) and points
+        if not is_list or not all(isinstance(point, str) and point.strip() for point in points):
+            raise ValueError(f"{name}: {points!r:.80} is not a list of texts")
+
+
 audited.check_row, two_judges.check_row = check_audited, check_two_judges
-votes.check_row, rubric.check_row = check_votes, fapo.check_judged
+votes.check_row, rubric.check_row = check_votes, check_rubric

@@ -1065,6 +1065,18 @@ def test_fapo_says_what_is_missing():
         ("on_no_verdict", "rules", "rule"),
         ("verifier", "sympy", "math_verify"),
         ("penalty", "0.5", 0.5),
+        ("penalty", [], None),
+        ("genrm_timeout_s", "60", 60),
+        ("genrm_timeout_s", 0, 0.2),
+        ("genrm_timeout_s", None, 500),
+        ("genrm_max_tokens", "4096", 4096),
+        ("genrm_max_tokens", 0, 1),
+        ("genrm_max_tokens", 0.5, None),
+        ("genrm_temperature", "0.6", 0.6),
+        ("genrm_temperature", -1, 0),
+        ("genrm_temperature", True, None),
+        ("genrm_chat_kwargs", "{}", {}),
+        ("genrm_model", 5, "judge"),
         ("judge_test", "false", False),
         ("judge_wrong", "true", True),
         ("keep_critique", "", True),
@@ -1078,7 +1090,9 @@ def test_settings_that_the_function_does_not_know_are_rejected_with_the_rows(nam
         if (function, name) == (scores.compute_score_baseline, "penalty"):  # It does not read this setting.
             function.check_row(row, settings | {name: value})
             continue
-        with pytest.raises(ValueError, match=f"^{name}: '{value}' is .* .in --reward-kwargs"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: {re.escape(repr(value))} is .* \(in --reward-kwargs\)$"
+        ):
             function.check_row(row, settings | {name: value})
     if name == "verifier":
         with pytest.raises(ValueError, match="^verifier: 'sympy' is "):

@@ -105,7 +105,20 @@ def test_their_judges_read_turns_and_the_answer_is_the_policys(serve, name):
             {"genrm_temperature": 0},
             "genrm_temperature 0: all k critiques would be the same",
         ),
+        (
+            "audited",
+            ["h:1"],
+            {"second": {"genrm_temperature": "0"}},
+            "genrm_temperature: '0' is not a number",
+        ),
         ("rubric", ["h:1"], {}, None),
+        ("rubric", ["h:1"], {"points": ["Is it polite?"], "weight": 0.5, "max_tokens": 9}, None),
+        ("rubric", ["h:1"], {"points": "Is it polite?"}, "points: 'Is it polite.' is not a list of texts"),
+        ("rubric", ["h:1"], {"points": []}, r"points: \[\] is not a list of texts"),
+        ("rubric", ["h:1"], {"points": [5]}, r"points: \[5\] is not a list of texts"),
+        ("rubric", ["h:1"], {"weight": "0.5"}, "weight: '0.5' is not a number"),
+        ("rubric", ["h:1"], {"max_tokens": "9"}, "max_tokens: '9' is not a whole number above 0"),
+        ("rubric", ["h:1"], {"temperature": "0"}, "temperature: '0' is not a number of at least 0"),
     ],
 )
 def test_a_run_that_lacks_a_judge_or_a_setting_is_rejected_before_it_starts(
@@ -146,6 +159,21 @@ def test_all_verdicts_on_an_answer_share_one_time_limit(serve, name):
         assert result["score"] == 1.0 and not result["audited"] and result["audit_status"] == "timeout"
     else:
         assert result["score"] is None and result["genrm_status"] == "timeout"
+
+
+@pytest.mark.parametrize("points", ["Is it polite?", [""], [5], {"a": "b"}])
+def test_a_row_whose_checklist_is_no_list_of_texts_is_rejected(points):
+    row = {"data_source": "math", "reward_model": {"ground_truth": "2"}}
+    for fits in (
+        None,
+        [],
+        ["Is it polite?"],
+    ):  # Without points of its own, the row gets those of the settings.
+        row["extra_info"] = {"question": "1+1?", "rubric": fits}
+        judges.rubric.check_row(row, {"reward_router_address": "h:1"})
+    row["extra_info"] = {"question": "1+1?", "rubric": points}
+    with pytest.raises(ValueError, match="^extra_info.'rubric'.: .* is not a list of texts"):
+        judges.rubric.check_row(row, {"reward_router_address": "h:1"})
 
 
 # ---- audited
