@@ -595,12 +595,15 @@ def is_bounded(value) -> bool:
 def averages(infos: list[dict]) -> dict:
     """Average each number and boolean in these reward_extra_infos over the samples that have this key.
 
-    A key that ends in `flawed_positive` becomes a rate among correct answers, as in the paper.
+    A key that ends in `flawed_positive` becomes a rate among correct answers, as in the paper. The rate of
+    the judge leaves out answers without a verdict, which on_no_verdict="rule" scores as sound.
     """
     numbers = {}
     for info in infos:
         for key, value in info.items():
             is_number = is_bounded(value)
+            if key == "flawed_positive":
+                is_number = is_number and info.get("genrm_status", "ok") == "ok"
             if key.endswith("flawed_positive"):
                 key = f"{key}_rate"
                 is_number = is_number and info.get("acc") == 1

@@ -128,6 +128,21 @@ def test_reward_metrics_by_hand():
     }
 
 
+def test_answers_that_no_judge_read_are_not_in_the_flawed_positive_rate():
+    """With on_no_verdict="rule", they have the value False. The oracle measures all answers."""
+    verdicts = [(True, "ok"), (False, "ok"), (False, "timeout"), (False, "skipped")]
+    samples = []
+    for flawed, status in verdicts:
+        about = dict(genrm_status=status, oracle_flawed_positive=True)
+        samples.append(scored(1.0, acc=True, flawed_positive=flawed, **about))
+    metrics = reward_metrics(samples)
+    assert (
+        metrics["reward/flawed_positive_rate"] == 0.5 and metrics["reward/oracle_flawed_positive_rate"] == 1.0
+    )
+    metrics = reward_metrics([scored(1.0, acc=True, flawed_positive=True)])  # a function without a judge
+    assert metrics["reward/flawed_positive_rate"] == 1.0
+
+
 def test_odd_values_of_a_reward_function_end_no_run():
     """Whatever a function returns under another key, it is excluded from the metrics if it has no mean."""
     odd = ["text", 10**400, ["list"], {"a": 1}, None, math.nan, 1e308, 1e308]

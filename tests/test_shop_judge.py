@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 import compute_score as scores
 import prepare_data
 from played import says, server
+from run_folder import averages
 from toy import shop_judge, shop_world, warm_start
 
 ROOT = Path(__file__).parent.parent
@@ -158,6 +159,9 @@ def test_the_served_judge_decides_the_score_and_the_oracle_measures(verdict, sco
     assert result["score"] == pytest.approx(score) and result["flawed_positive"] == (verdict != -1)
     assert result["agrees"] == agrees and result["oracle_flawed_positive"] and not result["truly_correct"]
     assert result["calls"] == 3 and result["flawed_wrong_sum"]
+    # On the test split, where no judge is asked, the oracle's finding is in the flawed-positive rate.
+    held_out = shop_judge.compute_score_fapo("shop", solution, "yes", info | {"split": "test"}, None, turns)
+    assert averages([asyncio.run(held_out)])["flawed_positive_rate"] == 1.0
 
 
 STATED = shop_world.write_solution(PROBLEM, looks_up=False)
