@@ -158,9 +158,10 @@ async def votes(
 ):
     """Score with the verdict of more than half of k critiques. Without such a majority, there is no verdict.
 
-    `genrm_agreement` is the fraction of the k critiques with the majority's verdict. If it stays near 1, one
-    critique is enough. Raises ValueError if genrm_temperature is 0, because equal requests then share one
-    answer.
+    A verdict says whether any step is wrong, even in a wrong answer (judge_wrong). `genrm_agreement` is the
+    fraction of the k critiques with the majority's verdict. If it stays near 1, one critique is enough.
+
+    Raises ValueError if genrm_temperature is 0, because equal requests then share one answer.
     """
     check_critiques(k, settings)
     sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
@@ -173,14 +174,16 @@ async def votes(
     others = [fapo.compute_score_fapo(*sample, **settings) for _ in range(k - 1)]
     results = [first, *await asyncio.gather(*others)]
     counted = [result for result in results if result["genrm_status"] == "ok"]
-    verdicts = [result["flawed_positive"] for result in counted]
+    verdicts = [result["first_wrong"] != -1 for result in counted]
     for result, verdict in zip(counted, verdicts):
         agreement = verdicts.count(verdict) / k
         if agreement > 0.5:
             return result | {"genrm_agreement": agreement}
-    unknown = {"flawed_positive": None, "first_wrong": None}
+    unknown = {"flawed_positive": None if first["acc"] else False, "first_wrong": None}
     if len({result["score"] for result in results}) > 1:  # With equal scores, the judge only adds metrics.
         unknown["score"] = None
+        if settings.get("on_no_verdict") == "rule":  # as if the solution were sound
+            unknown["score"] = max(result["score"] for result in results)
     return min(results, key=lambda result: result["genrm_status"] == "ok") | unknown
 
 

@@ -275,6 +275,28 @@ def test_a_vote_that_fails_is_none_for_sound_where_the_rule_steps_in(serve):
     assert (result["score"], result["first_wrong"], result["flawed_positive"]) == (-1.0, 1, False)
 
 
+@pytest.mark.parametrize(
+    "said, first_wrong, agreement", [("1 1 -1", 1, 2 / 3), ("0 -1 -1", -1, 2 / 3), ("? 0 -1", None, None)]
+)
+def test_votes_on_a_wrong_answer_are_about_its_steps(serve, said, first_wrong, agreement):
+    left = said.split()
+    server = serve(served(lambda prompt: f"\\boxed{{{left.pop()}}}"))
+    wrong = "one\n\ntwo\n\n\\boxed{3}"
+    (result,) = ask(judges.votes, [wrong], server.address, judge_wrong=True)
+    assert (result["first_wrong"], result.get("genrm_agreement")) == (first_wrong, agreement)
+    assert (result["score"], result["flawed_positive"], left) == (-1.0, False, [])
+
+
+@pytest.mark.parametrize("critiques", [["\\boxed{-1}", "\\boxed{1}", 400], [400, "\\boxed{1}", "hm"]])
+def test_without_a_majority_the_rule_decides_the_score_where_told(serve, critiques):
+    for on_no_verdict, score in (("none", None), ("rule", 1.0)):
+        left = critiques[:]
+        server = serve(served(lambda prompt: left.pop()))
+        (result,) = ask(judges.votes, [RIGHT], server.address, on_no_verdict=on_no_verdict)
+        assert (result["score"], result["flawed_positive"], left) == (score, None, [])
+        assert result["genrm_status"] != "ok"
+
+
 def test_wrong_answers_cost_no_vote_and_equal_votes_are_refused(serve):
     server = serve(served(lambda prompt: "\\boxed{-1}"))
     (result,) = ask(judges.votes, [WRONG], server.address, k=5)
