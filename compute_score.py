@@ -629,7 +629,7 @@ def _fold(char):
     """Return the ASCII letter, digit or bracket that looks like this character, else the character."""
     if char.isascii():
         return char
-    if unicodedata.category(char) in ("Cf", "Mn", "Me") or char in "\u115f\u1160\u2800\u3164":
+    if unicodedata.category(char) in ("Cf", "Mn", "Me") or char in "\u115f\u1160\u2800\u3164\uffa0":
         return _INVISIBLE
     plain = [part for part in unicodedata.normalize("NFKD", char) if not unicodedata.combining(part)]
     if len(plain) == 1:

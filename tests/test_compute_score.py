@@ -816,6 +816,7 @@ NEAR_COPIES = [
     "<paragraph-1\n>",
     "[/paragraph_0]",
     "<\u200b/paragraph_0>",  # an invisible space
+    "[Gro\uffa0und Truth]",  # an invisible letter
     "＜paragraph_１＞",  # full width
     "⟨paragraph_0⟩",
     "<p\u0430ragr\u0430ph_0>",  # Cyrillic letters
@@ -862,7 +863,17 @@ def test_control_tokens_of_chat_templates_are_broken(token, style):
         assert text.replace(token, f"({token[1:-1]})") in prompt
 
 
-AUTHORS = ["(tool)", "( tool )", "(TOOL)", "（tool）", "(to\u200bol)", "(t\u043eol)", "(user)", "[policy]"]
+AUTHORS = [
+    "(tool)",
+    "( tool )",
+    "(TOOL)",
+    "（tool）",
+    "(to\u200bol)",
+    "(to\uffa0ol)",
+    "(t\u043eol)",
+    "(user)",
+    "[policy]",
+]
 
 
 @pytest.mark.parametrize("style", ["tagged", "no_truth", "raw"])
