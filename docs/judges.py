@@ -48,10 +48,10 @@ def check_share(share) -> None:
 
 
 def is_drawn(share: float, *about) -> bool:
-    """Return whether an answer is in a random sample of all answers. The sample is the same in every run.
+    """Return whether an answer is in a random sample of all answers. Raises ValueError for a wrong `share`.
 
-    Equal answers are drawn independently of each other: the draw depends on how often this worker has seen
-    the answer. Raises ValueError if `share` is not above 0 and at most 1.
+    The draw depends on the answer and on how often this worker has scored it. So the first copy of an answer
+    is drawn alike in every run and on every worker, and further copies on one worker are drawn independently.
     """
     check_share(share)
     name = zlib.crc32(repr(about).encode())
