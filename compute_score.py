@@ -977,12 +977,12 @@ def _messages(prompt: str | list[dict]) -> list[dict]:
     """Return the prompt as messages that are valid UTF-8."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    messages = []
-    # A truncated emoji can leave half of a surrogate pair, which is not valid UTF-8 and makes servers fail.
-    for message in prompt:
-        content = message["content"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        messages.append(message | {"content": content})
-    return messages
+    return [message | {"content": _as_utf8(message["content"])} for message in prompt]
+
+
+def _as_utf8(text):
+    """Replace halves of surrogate pairs, as of a truncated emoji. Servers and Parquet files reject them."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _is_retryable(error):
@@ -1058,7 +1058,7 @@ def _read_reply(reply):
         text = message["content"] or ""  # null if a reasoning parser found no final answer
         if isinstance(text, list):  # Some servers send the content in parts.
             text = [part.get("text") or "" for part in text]
-        text = "".join(text)  # This raises TypeError if the content is not text.
+        text = _as_utf8("".join(text))  # This raises TypeError if the content is not text.
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply is not a chat completion: {reply!s:.200}") from error
     status = "ok"

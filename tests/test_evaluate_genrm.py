@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from played import score_files_here, server
+from played import says, score_files_here, server
 from test_compute_score import Judge, completion
 
 from tools import evaluate_genrm
@@ -321,6 +321,31 @@ def test_settings_that_measure_nothing_are_refused(
         evaluate_genrm.main()
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: --{flag} {value}: {problem}\n")
     assert out.read_text() == "an earlier result"
+
+
+def test_half_a_character_in_a_critique_is_replaced_and_the_report_comes_before_the_file(
+    bench, tmp_path, monkeypatch, capsys
+):
+    """A judge may write half a surrogate pair, which a Parquet file cannot contain."""
+    score_files_here(monkeypatch)
+    out = tmp_path / "c.parquet"
+
+    def fail(*arguments):
+        raise OSError("No space left on device")
+
+    with server(lambda path, body: says("so \ud83d \\boxed{-1}")) as address:
+        arguments = ["--data", bench, "--out", out, "--router-address", address, "--n", 1]
+        monkeypatch.setattr(sys, "argv", ["evaluate_genrm.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            evaluate_genrm.main()
+        assert not ended.value.code and "average F1:" in capsys.readouterr().out
+        critiques = [row["critiques"][0]["text"] for row in pq.read_table(out).to_pylist()]
+        assert critiques == ["so \ufffd \\boxed{-1}"] * 6
+        monkeypatch.setattr(pq, "write_table", fail)
+        with pytest.raises(SystemExit) as ended:
+            evaluate_genrm.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and "average F1:" in said.out and "No space left" in said.err
 
 
 def test_whole_numbers_may_be_floats(bench, tmp_path):

@@ -268,9 +268,9 @@ def main() -> None:
     with one_line_errors("interrupted; run the same command again to resume\n"):
         config.check()
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
+        text = report(judged)
+        print(text)
         pq.write_table(pa.Table.from_pylist(judged), config.out)
-    text = report(judged)
-    print(text)
     sys.exit("INCOMPLETE" in text)
 
 
