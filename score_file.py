@@ -23,7 +23,7 @@ import pyarrow
 import pyarrow.parquet as pq
 
 from command_line import one_line_errors, parse_command_line
-from prepare_data import errors_at, read_rows
+from prepare_data import checked_row, errors_at, read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
 from run_folder import averages, no_verdict_rate, read_lines
 
@@ -152,8 +152,11 @@ def summary(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def read_samples(config: Config, job) -> list[dict]:
-    """Read the rows of --data. Raise ValueError if the rows or the name of --out do not fit."""
+def read_samples(config: Config, job) -> tuple[list[dict], list[dict]]:
+    """Return the rows of --data, and the samples to score, whose prompts are converted as in training.
+
+    Raises ValueError if the rows or the name of --out do not fit.
+    """
     needed = ["data_source", "reward_model", "response"]
     needed += [name for name, is_needed in job.columns.items() if is_needed]
     if job.sees_group:
@@ -162,23 +165,26 @@ def read_samples(config: Config, job) -> list[dict]:
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
     check_row = row_checker(job)
+    samples = []
     for number, row in enumerate(rows):
         with errors_at(f"--data {config.data}, row {number}"):
             check_row(row)
+            is_asked = "prompt" in job.columns and "prompt" in row
+            samples.append(checked_row(row, config.data.suffix == ".parquet") if is_asked else row)
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
             raise ValueError(
                 f"--data {config.data}: the result would overwrite the column {min(theirs)!r}; "
                 "rename the column"
             )
-    return rows
+    return rows, samples
 
 
 def run(config: Config):
     """Score the file. Raise ValueError or OSError for invalid input, RuntimeError for too few scores."""
     partial = config.out.with_name(config.out.name + ".partial.jsonl")  # results so far
     job = config.make_job()
-    rows = read_samples(config, job)
+    rows, samples = read_samples(config, job)
     if config.resume and config.out.exists() and not partial.exists():
         scored = read_rows(config.out, ["response"])
         if [row["response"] for row in scored] != [row["response"] for row in rows]:
@@ -213,7 +219,7 @@ def run(config: Config):
     groups = ()
     if job.sees_group:
         groups = by_group(rows)
-    samples = dict(enumerate(rows))
+    samples = dict(enumerate(samples))
     done, count, seconds = score_samples(config, samples, partial, header, config.resume, groups, on_result)
     check(done, 1)
     results = [done[row] for row in samples]

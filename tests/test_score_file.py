@@ -374,6 +374,34 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
         score_file.run(config)
 
 
+def test_a_function_gets_the_prompt_as_in_training_and_the_file_keeps_it(tmp_path, monkeypatch):
+    """A Parquet file has each key in all messages, with the value None where a message lacks it."""
+    score_files_here(monkeypatch)
+    asked = [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+0?"}]}]
+    called = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "4", "tool_call_id": "1"}]
+    body = "def ask(data_source, solution_str, ground_truth, extra_info, prompt):\n"
+    function = write_function(tmp_path, body + "    return {'score': 1.0, 'prompt': prompt}\n")
+
+    def scored(path, out):
+        config = score_file.Config(data=path, out=tmp_path / out, reward_fn=function)
+        score_file.run(config)
+        rows = [json.loads(line) for line in config.out.read_text().splitlines()]
+        return [[row["prompt"], json.loads(row["reward_extra_info"])["prompt"]] for row in rows]
+
+    data = write_jsonl(
+        tmp_path / "responses.jsonl", [sample("one", prompt=asked), sample("two", prompt=called)]
+    )
+    joined = [{"role": "user", "content": "1+0?"}]
+    assert scored(data, "scored.jsonl") == [[asked, joined], [called, called]]
+    table = tmp_path / "responses.parquet"
+    pq.write_table(pa.Table.from_pylist([sample("two", prompt=called)]), table)
+    ((kept, seen),) = scored(table, "from_table.jsonl")
+    assert seen == called and kept == pq.read_table(table)["prompt"].to_pylist()[0] != called
+    write_jsonl(data, [sample("one", prompt=called), sample("one", prompt="1+0?")])
+    with pytest.raises(ValueError, match="responses.jsonl, row 1: prompt is '1.0.'; it must be a non-empty"):
+        scored(data, "text.jsonl")
+
+
 @pytest.mark.slow
 def test_rows_without_some_columns_become_parquet(tmp_path, monkeypatch):
     score_files_here(monkeypatch)
