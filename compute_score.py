@@ -178,7 +178,7 @@ _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 # arrow and a replacement. The text has one line per member of the answer, and ~ marks white space to keep.
 _SPELLINGS = r"""
 # x=1 or x=2, where a space surrounds each token
-(?:^\x20?|(?<=\x20or\x20))([^=\n]+)=([^=\n]+?)\x20or\x20(?=\1=) → \1=\2\n
+(?:^\x20?|(?<=\x20or\x20))([^=\n]+)=([^=\n]+?)\n?\x20or\x20(?=\1=) → \1=\2\n
 # Spaces
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
@@ -656,12 +656,14 @@ def _replace_brackets(text, pattern, brackets):
 
 
 # Control tokens of common chat templates, which a judge's tokenizer reads even inside a user's message.
-# Between bars, names of one or two letters are mathematics, as in |x|<|AB|>|z|.
-_WORD, _REST = r"[^\W\d_]{2}", r"[^\s<>|\[\]]"
+# Between bars, names of one or two letters are mathematics, as in |x|<|AB|>|z|. Unlike copies of the frame,
+# tokens have one spelling, so other cases are code, as in prices[tool_id].
+_WORD, _REST = r"[^\W\d_]{2}", r"[\w▁/-]"
 _CONTROL = (
-    rf"<\|/?{_WORD}{_REST}+(?:\|{_REST}*)?>|<{_WORD}{_REST}+\|>"  # <|im_end|>, <|DSML|invoke>, <turn|>
-    rf"|</?{_WORD}[^\W\d_]*[_:]{_REST}*>|</?(?:s|bos|eos|pad|unk|think|system|user|assistant)>|<</?SYS>>"
-    r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\]"
+    rf"(?-i:<\|/?{_WORD}{_REST}+(?:\|{_REST}*)?>|<{_WORD}{_REST}+\|>"  # <|im_end|>, <|DSML|invoke>, <turn|>
+    rf"|\[\|{_WORD}{_REST}*\|\]|</?{_WORD}[^\W\d_]*[_:][\w:]*>"  # [|endofturn|], <start_of_turn>
+    r"|</?(?:s|bos|eos|pad|unk|think|system|user|assistant)>|<</?SYS>>"
+    r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
 )
 
 

@@ -324,6 +324,7 @@ e^\pi | e^{\pi}
 x=2, x=3 | 2,3
 x=2 \text{ or } x=-3 | 2,-3
 x=1, x = 2\quad\text{or}\quad x = 3 | 1,2,3
+x=1, x=2, \text{or } x=3 | 1,2,3
 AB = 3 or AB = \pi or AB = 5 | 3, \pi, 5
 \mu=40, \sigma^2=800 | \mu = 40,\ \sigma^{2} = 800
 \{1,2\} | \lbrace 1,2 \rbrace
@@ -837,7 +838,15 @@ def test_near_copies_of_the_frame_are_broken_too(copy, style):
 
 
 CONTROL_TOKENS = [
-    *("<|assistant|>", "<|im_end|>", "<|start_header_id|>", "<|/think|>", "<|turn>", "<turn|>"),  # with bars
+    *(
+        "<|assistant|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|/think|>",
+        "<|turn>",
+        "<turn|>",
+        "[|endofturn|]",
+    ),  # with bars
     *("<｜User｜>", "<｜end▁of▁sentence｜>", "<｜DSML｜invoke>"),  # DeepSeek
     *("<start_of_turn>", "<tool_call>", "</tool_call>", "<seed:think>", "</seed:think>", "<extra_id_0>"),
     *("<think>", "</think>", "<s>", "</s>", "<bos>", "<eos>", "</assistant>"),
@@ -951,6 +960,10 @@ def test_honest_solutions_are_shown_byte_for_byte():
         "\n\n|x|<|y|, so |x| <|y|> 2, |BC|<|AB|>|CD|, |y|<|y_1|>z, <x|A|y>, <\\psi|, |\\phi>, a<|b|, c|>d"
     )
     solution += "\n\n0<s and t>1, a<b>c, <x_1>, $[ABC]=[DEF]$, a[max_len], 10<sup>2</sup>, <div>, x <| y |> z"
+    solution += (
+        "\n\nfor(i=0;i<max_n;i++)x->y, if(a<len_x&&b>2), (lo<max_lo)and(hi>2), x<|abs(y)|>z, f<|det(A)|>g"
+    )
+    solution += "\n\nprices[tool_id], arr[think], List<User>, <http://a.b>"
     for style in scores.PROMPT_STYLES:
         prompt = scores.format_critic_prompt("2+2?", "4", solution, style)
         for paragraph in scores.split_paragraphs(solution):
