@@ -79,7 +79,7 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
 
 
 def has_rounded_constants(model) -> bool:
-    """Return whether buffers that no file contains, so that the model computed them, are not float32."""
+    """Return whether the model computed buffers in bf16 or fp16 that no file contains."""
     stored = model.state_dict()
     computed = [buffer for name, buffer in model.named_buffers() if name not in stored]
     return any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in computed)

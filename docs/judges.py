@@ -32,7 +32,7 @@ def let_pass(result: dict) -> bool:
     return result["acc"] is True and result["flawed_positive"] is False and result["genrm_status"] == "ok"
 
 
-def with_rest(start: float, settings: dict, second: dict | None = None) -> dict:
+def with_remaining_time(start: float, settings: dict, second: dict | None = None) -> dict:
     """Return settings for a later verdict, which gets only the time that the first one (at `start`) left.
 
     With a full time limit each, verdicts could exceed the reward loop's --timeout, which loses all of them.
@@ -50,8 +50,9 @@ def check_share(share) -> None:
 def is_drawn(share: float, *about) -> bool:
     """Return whether an answer is in a random sample of all answers. Raises ValueError for a wrong `share`.
 
-    The draw depends on the answer and on how often this worker has scored it. So the first copy of an answer
-    is drawn alike in every run and on every worker, and further copies on one worker are drawn independently.
+    The draw depends on the answer and on how often this worker has scored the answer. The first copy of an
+    answer therefore has the same draw in every run and on every worker; further copies on a worker are drawn
+    independently.
     """
     check_share(share)
     name = zlib.crc32(repr(about).encode())
@@ -90,7 +91,9 @@ async def audited(
     result["audited"] = False
     if is_wanted and let_pass(result):
         address = reward_router_addresses.get("audit", reward_router_address)
-        opinion = await fapo.compute_score_fapo(*sample, address, **with_rest(start, settings, second))
+        opinion = await fapo.compute_score_fapo(
+            *sample, address, **with_remaining_time(start, settings, second)
+        )
         result["audit_status"] = opinion["genrm_status"]
         if opinion["genrm_status"] == "ok":
             result |= {"audited": True, "audit_flawed": opinion["flawed_positive"]}
@@ -139,7 +142,7 @@ async def two_judges(
     is_open = let_pass(result)
     if is_open:
         strict = reward_router_addresses["strict"]
-        result = await fapo.compute_score_fapo(*sample, strict, **with_rest(start, settings))
+        result = await fapo.compute_score_fapo(*sample, strict, **with_remaining_time(start, settings))
     return result | {"strict_asked": is_open}
 
 
@@ -160,6 +163,8 @@ async def votes(
 
     A verdict says whether any step is wrong, even in a wrong answer (judge_wrong). `genrm_agreement` is the
     fraction of the k critiques with the majority's verdict. If it stays near 1, one critique is enough.
+    Without a majority, `first_wrong` is None, and so is `flawed_positive` of a correct answer, also with
+    on_no_verdict="rule".
 
     Raises ValueError if genrm_temperature is 0, because equal requests then share one answer.
     """
@@ -170,7 +175,7 @@ async def votes(
     first = await fapo.compute_score_fapo(*sample, **settings)
     if first["genrm_status"] == "skipped":
         return first
-    settings = with_rest(start, settings)
+    settings = with_remaining_time(start, settings)
     others = [fapo.compute_score_fapo(*sample, **settings) for _ in range(k - 1)]
     results = [first, *await asyncio.gather(*others)]
     counted = [result for result in results if result["genrm_status"] == "ok"]

@@ -352,7 +352,7 @@ def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
     outcome, fapo = (evidence.of(runs, name, *evidence.SHOP) for name in ("outcome", "fapo"))
     correct = "shop/truly_correct"
     before, after = percent(outcome, correct, "before"), percent(outcome, correct)
-    assert f"The median of fully correct answers falls from {before} to {after}." in results
+    assert f"The median fraction of fully correct answers falls from {before} to {after}." in results
     before, after = percent(outcome, "shop", "before"), percent(outcome, "shop")
     fell = sum(run["after"]["shop/mean@1"] < run["before"]["shop/mean@1"] for run in outcome)
     rise = f"Median accuracy rises from {before} to {after}"

@@ -373,7 +373,7 @@ def explaining_result(groups: list[list[dict]]) -> str:
     for key in groups[0][0]["reward_extra_info"]:
         values = []
         rewards = []
-        # The values may not vary, be too large for a mean, or be no numbers.
+        # The values may be constant, too large for a mean, or not numbers.
         with suppress(ArithmeticError, TypeError, ValueError):
             for group in groups:
                 found = [sample["reward_extra_info"].get(key) for sample in group]

@@ -227,7 +227,9 @@ async def compute_score_fapo(
         agrees = result["first_wrong"] == as_shown(seen["first_wrong"], turns)
     elif extra_info.get("split") == "test":  # The judge is not asked, so the oracle measures.
         result["flawed_positive"] = flawed
-        del result["genrm_status"]  # Otherwise the flawed-positive rate would not count the answer.
+        # With the status "skipped", the flawed-positive rate would not count the answer. Without a status,
+        # the answer counts as one with a verdict.
+        del result["genrm_status"]
     return {**seen, **result, "oracle_flawed_positive": flawed, "agrees": agrees}
 
 
