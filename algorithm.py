@@ -326,8 +326,8 @@ def compute_policy_loss(
     """Return the policy loss of a micro-batch, and sums for the metrics.
 
     The loss is a mean over the tokens of the whole mini-batch, or over its sequences if the loss function has
-    a true attribute `over_sequences` (gspo). So the losses of
-    micro-batches and ranks add up to the same number, however the samples are split.
+    a true attribute `over_sequences` (gspo). So the losses of micro-batches and ranks add up to the same
+    number, however the samples are split.
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the current policy, B x T.
@@ -429,14 +429,12 @@ def has_gradient_at_zero(options) -> bool:
 
     The ratios differ from 1, because the gradient of a divergence from the old policy vanishes at 1.
     """
-    log_ratio = torch.linspace(-2, 3, 8).reshape(2, 4).requires_grad_()
-    ones = torch.ones_like(log_ratio)
-    loss = loss_function(options)(log_ratio - 4, log_ratio, 0 * ones, ones)
-    if isinstance(loss, tuple):
-        loss = loss[0]
+    logprobs = torch.linspace(-6, -1, 8).reshape(2, 4).requires_grad_()
+    old, zeros, mask = torch.full((2, 4), -4.0), torch.zeros(2, 4), torch.ones(2, 4)
+    loss, _ = compute_policy_loss(logprobs, old, zeros, mask, num_tokens=8, loss=loss_function(options))
     if not loss.requires_grad:
         return False
-    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     return gradient.abs().sum().item() > 0
 
 

@@ -837,30 +837,13 @@ def test_near_copies_of_the_frame_are_broken_too(copy, style):
     assert copy not in prompt and f"\n({copy[1:-1]})\n" in prompt
 
 
-CONTROL_TOKENS = [
-    *(
-        "<|assistant|>",
-        "<|im_end|>",
-        "<|start_header_id|>",
-        "<|/think|>",
-        "<|turn>",
-        "<turn|>",
-        "[|endofturn|]",
-    ),  # with bars
-    *("<｜User｜>", "<｜end▁of▁sentence｜>", "<｜DSML｜invoke>"),  # DeepSeek
-    *("<start_of_turn>", "<tool_call>", "</tool_call>", "<seed:think>", "</seed:think>", "<extra_id_0>"),
-    *("<think>", "</think>", "<s>", "</s>", "<bos>", "<eos>", "</assistant>"),
-    *(
-        "[INST]",
-        "[/INST]",
-        "<<SYS>>",
-        "<</SYS>>",
-        "[TOOL_CALLS]",
-        "[/TOOL_RESULTS]",
-        "[SYSTEM_PROMPT]",
-        "[/THINK]",
-    ),
-]
+CONTROL_TOKENS = """
+    <|assistant|> <|im_end|> <|start_header_id|> <|/think|> <|turn> <turn|> [|endofturn|]
+    <｜User｜> <｜end▁of▁sentence｜> <｜DSML｜invoke>
+    <start_of_turn> <tool_call> </tool_call> <seed:think> </seed:think> <extra_id_0>
+    <think> </think> <s> </s> <bos> <eos> </assistant>
+    [INST] [/INST] <<SYS>> <</SYS>> [TOOL_CALLS] [/TOOL_RESULTS] [SYSTEM_PROMPT] [/THINK]
+""".split()
 
 
 @pytest.mark.parametrize("style", ["tagged", "no_truth", "raw"])
@@ -956,14 +939,10 @@ def test_a_number_after_hashes_in_a_tools_text_is_not_the_policys_answer():
 
 def test_honest_solutions_are_shown_byte_for_byte():
     solution = "Let $x \\in [0, 1]$, [a] < b > c.\n\n<paragraph> of [Truth], paragraph_0\n\n[AI] \\boxed{4}"
-    solution += (
-        "\n\n|x|<|y|, so |x| <|y|> 2, |BC|<|AB|>|CD|, |y|<|y_1|>z, <x|A|y>, <\\psi|, |\\phi>, a<|b|, c|>d"
-    )
-    solution += "\n\n0<s and t>1, a<b>c, <x_1>, $[ABC]=[DEF]$, a[max_len], 10<sup>2</sup>, <div>, x <| y |> z"
-    solution += (
-        "\n\nfor(i=0;i<max_n;i++)x->y, if(a<len_x&&b>2), (lo<max_lo)and(hi>2), x<|abs(y)|>z, f<|det(A)|>g"
-    )
-    solution += "\n\nprices[tool_id], arr[think], List<User>, <http://a.b>"
+    solution += "\n\n|x|<|y|, so |x| <|y|> 2, |BC|<|AB|>|CD|, |y|<|y_1|>z, <x|A|y>, <\\psi|, |\\phi>"
+    solution += "\n\na<|b|, c|>d, 0<s and t>1, a<b>c, <x_1>, $[ABC]=[DEF]$, a[max_len], 10<sup>2</sup>, <div>"
+    solution += "\n\nx <| y |> z, for(i=0;i<max_n;i++)x->y, if(a<len_x&&b>2), (lo<max_lo)and(hi>2)"
+    solution += "\n\nx<|abs(y)|>z, f<|det(A)|>g, prices[tool_id], arr[think], List<User>, <http://a.b>"
     for style in scores.PROMPT_STYLES:
         prompt = scores.format_critic_prompt("2+2?", "4", solution, style)
         for paragraph in scores.split_paragraphs(solution):

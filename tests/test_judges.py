@@ -164,11 +164,7 @@ def test_all_verdicts_on_an_answer_share_one_time_limit(serve, name):
 @pytest.mark.parametrize("points", ["Is it polite?", [""], [5], {"a": "b"}])
 def test_a_row_whose_checklist_is_no_list_of_texts_is_rejected(points):
     row = {"data_source": "math", "reward_model": {"ground_truth": "2"}}
-    for fits in (
-        None,
-        [],
-        ["Is it polite?"],
-    ):  # Without points of its own, the row gets those of the settings.
+    for fits in (None, [], ["Is it polite?"]):  # Without points, the row gets those of the settings.
         row["extra_info"] = {"question": "1+1?", "rubric": fits}
         judges.rubric.check_row(row, {"reward_router_address": "h:1"})
     row["extra_info"] = {"question": "1+1?", "rubric": points}
