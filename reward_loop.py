@@ -317,6 +317,22 @@ class Worker:
     incarnation: str  # changes with each restart
     ready: bool = True
     pending: dict[int, ScoringCall] = dataclasses.field(default_factory=dict)  # number of the call -> call
+    references: set = dataclasses.field(default_factory=set)  # to calls that are not known to have succeeded
+
+    async def call(self, method: str, argument):
+        """Call a method of the actor and return its result.
+
+        If a reference to a call is freed while Ray shuts down, Ray ends the process. So it is kept unless the
+        call succeeds while Ray is up.
+        """
+        import ray
+
+        reference = getattr(self.actor, method).remote(argument)
+        self.references.add(reference)
+        result = await reference
+        if ray.is_initialized():
+            self.references.discard(reference)
+        return result
 
 
 class RewardLoopManager:
@@ -477,6 +493,9 @@ class RewardLoopManager:
         if self._thread.is_alive():
             self._ending = True
             self._thread.join()
+        if self._ray.is_initialized():
+            for worker in self._workers:
+                worker.references.clear()
 
     def _enqueue(self, call):
         self._queue.append(call)
@@ -538,7 +557,7 @@ class RewardLoopManager:
 
     async def _send(self, worker, batch: dict[int, tuple[bool, bytes]]):
         try:
-            await worker.actor.submit.remote(batch)
+            await worker.call("submit", batch)
         except self._ray.exceptions.RayActorError:  # The worker died, or Ray lost the call.
             worker.ready = False  # _collect_from sets this to True when the worker responds again.
             self._requeue(worker, list(batch))
@@ -554,7 +573,7 @@ class RewardLoopManager:
             warning = self._loop.call_later(warn_after_s, self._warn_once, BLOCKED)
             try:
                 async with asyncio.timeout(timeout_s):  # In Python 3.11, wait_for may ignore a cancellation.
-                    incarnation, results = await worker.actor.collect.remote(arrived)
+                    incarnation, results = await worker.call("collect", arrived)
             except TimeoutError:
                 self._ray.kill(worker.actor, no_restart=False)
                 worker.ready = False

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +72,10 @@ def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch):
 
 @pytest.fixture(scope="module")
 def shared(local_ray):
-    """Yield shared(function), which returns one manager with two workers for all tests of this function."""
+    """Yield shared(function), which returns one manager with two workers for all tests of this function.
+
+    shared.end() shuts all managers down.
+    """
     managers = {}
 
     def start_once(function):
@@ -82,9 +87,13 @@ def shared(local_ray):
                 managers[function] = make_manager(reward_fn=f"{FAULTS}:{function}", **options)
         return managers[function]
 
+    def end():
+        while managers:
+            managers.popitem()[1].shutdown()
+
+    start_once.end = end
     yield start_once
-    for manager in managers.values():
-        manager.shutdown()
+    end()
 
 
 class FakeServer:
@@ -690,6 +699,44 @@ def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_goin
         assert serving.cancelled()
 
     asyncio.run(end())
+
+
+def test_references_are_kept_if_calls_fail_or_ray_is_down(monkeypatch):
+    """Ray ends the process if a reference is freed while Ray shuts down."""
+    import ray
+
+    class Reference:
+        def __init__(self, error):
+            self.error = error
+
+        def __await__(self):
+            yield from asyncio.sleep(0).__await__()
+            if self.error:
+                raise self.error
+            return "result"
+
+    made = []
+
+    def remote(error):
+        made.append(weakref.ref(reference := Reference(error)))
+        return reference
+
+    worker = reward_loop.Worker(SimpleNamespace(collect=SimpleNamespace(remote=remote)), "life")
+
+    async def use():
+        with pytest.raises(ConnectionError):
+            await worker.call("collect", ConnectionError())
+        cancelled = asyncio.create_task(worker.call("collect", None))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        for is_up in (False, True):
+            monkeypatch.setattr(ray, "is_initialized", lambda: is_up)
+            assert await worker.call("collect", None) == "result"
+
+    asyncio.run(use())
+    gc.collect()
+    assert [reference() is not None for reference in made] == [True, True, True, False]
 
 
 @pytest.mark.slow
@@ -1578,11 +1625,12 @@ def test_judge_is_down_for_some_seconds(start, serve, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_goes_away(tmp_path, monkeypatch, capfd):
+def test_a_node_goes_away(shared, tmp_path, monkeypatch, capfd):
     """In the beginning, there is no node with CPUs, and the manager waits for one."""
     import ray
     from ray.cluster_utils import Cluster
 
+    shared.end()  # If managers are running while Ray shuts down, Ray may end this process.
     ray.shutdown()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
