@@ -19,6 +19,7 @@ see start a Python of their own.
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import gc
 import importlib
@@ -67,7 +68,10 @@ def serve(listener: socket.socket, kind: str) -> tuple[list[str], dict[str, str]
         if 0 in select.select([listener, 0], [], [])[0]:
             os._exit(0)  # The tests have ended.
         connection, _ = listener.accept()
-        if os.fork() == 0:
+        child = -1
+        with contextlib.suppress(OSError):  # Without memory or processes, only this script fails.
+            child = os.fork()
+        if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
@@ -86,7 +90,8 @@ def serve(listener: socket.socket, kind: str) -> tuple[list[str], dict[str, str]
                 os.sched_setaffinity(0, cores)
                 os.chdir(folder)
                 return arguments, environment
-            connection.sendall(script.to_bytes(8, "little"))
+            with contextlib.suppress(BrokenPipeError):  # `attend` sees that the client has gone.
+                connection.sendall(script.to_bytes(8, "little"))
             for file in files:
                 os.close(file)
             code = attend(script, connection)
@@ -193,11 +198,13 @@ class Script:
         if self.returncode is None:
             self.connection.settimeout(timeout)
             code = self.connection.recv(8, socket.MSG_WAITALL)
+            assert code, "the process that waits for the script has ended"
             self.returncode = int.from_bytes(code, "little", signed=True)
         return self.returncode
 
     def send_signal(self, number) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ConnectionError):  # The script may have ended.
+            self.connection.sendall(bytes([number]))
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -243,9 +250,9 @@ def small_ray(setattr=setattr) -> None:
     """Let Ray start in this process with fewer processes of its own, and with forked workers.
 
     There is no autoscaler, log monitor or dashboard, each of which imports Ray. The agent of a node is the
-    small one of a Ray without the extra "default", because Ray does not start if its agent takes 15 s, as it
-    may on a busy machine. The Ray of test_cluster.py that takes jobs starts as for users, and so do those of
-    scripts in a Python of their own.
+    small one of a Ray without the extra "default", and is forked as well. A busy machine may nevertheless be
+    too slow for Ray's time limits, so the start is tried three times. The Ray of test_cluster.py that takes
+    jobs starts as for users, and so do those of scripts in a Python of their own.
     """
     from ray._private import services, utils
     from ray._private.node import Node
@@ -253,6 +260,22 @@ def small_ray(setattr=setattr) -> None:
     setattr(utils, "get_dashboard_dependency_error", lambda: ImportError("left out by the tests"))
     for part in ("start_monitor", "start_log_monitor", "start_api_server"):
         setattr(Node, part, lambda self, **settings: None)
+    start_once = Node.__init__
+
+    def start_node(self, *arguments, **settings):
+        given = copy.deepcopy((arguments, settings))  # Ray changes the parameters.
+        for is_last in (False, False, True):
+            try:
+                return start_once(self, *arguments, **settings)
+            except Exception as error:
+                if is_last or "timed out during startup" not in str(error):
+                    raise
+                self.kill_all_processes(check_alive=False)
+                arguments, settings = copy.deepcopy(given)
+
+    setattr(Node, "__init__", start_node)
+    # Otherwise agents would end, because they are no children of the raylet.
+    os.environ["RAY_enable_pipe_based_agent_to_parent_health_check"] = "1"
     start = services.start_raylet
 
     def start_raylet(*arguments, **settings):
@@ -264,9 +287,6 @@ def small_ray(setattr=setattr) -> None:
             sys.executable = before
 
     setattr(services, "start_raylet", start_raylet)
-    # An agent must be a child of the raylet.
-    as_before = "_build_python_executable_command_memory_profileable"
-    setattr(services, as_before, lambda *arguments, **settings: [PYTHON, "-u"])
 
 
 def end(script) -> None:
@@ -296,6 +316,6 @@ if __name__ == "__main__":
         where, *given = sys.argv[2:]
         script = Script(given, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: script.connection.sendall(bytes([number])))
+            signal.signal(number, lambda number, _: script.send_signal(number))
         code = script.wait()
         sys.exit(code if code >= 0 else 128 - code)
