@@ -245,7 +245,7 @@ def test_a_small_request_has_a_status_or_says_why_not(said, status, text, monkey
         thread = threading.Thread(target=answer)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/sleep?level=1"
-        found = request("POST", url, {"a": 1}, "key", timeout=1.0)
+        found = request("POST", url, {"a": 1}, "key", timeout=30.0 if said else 1.0)
         thread.join(10)
     assert found[0] == status and found[1].startswith(text), found
     head, _, body = asked[0].partition(b"\r\n\r\n")
@@ -309,6 +309,7 @@ def test_a_server_that_the_router_rejects_ends_the_start(stand_in, monkeypatch, 
         return RouterProcess(replace(config, server_key="another"))
 
     monkeypatch.setattr(genrm_server, "RouterProcess", with_another_key)
+    monkeypatch.setattr(genrm_server, "HEALTH_TIMEOUT", 30.0)
     servers = ModelServers(settings(stand_in), wait=False)
     until(lambda: "router rejected server 0 (status 401: " in capfd.readouterr().out)
     time.sleep(0.5)
@@ -730,6 +731,8 @@ def test_a_router_that_hangs_is_restarted(stand_in, monkeypatch, capfd):
     def late(method, url, *args, **more):
         if url == f"http://127.0.0.1:{port}/health" and len(missed) < 6:  # as if no core were free
             return missed.append(url) or (0, "timed out")
+        if url.endswith("/health") and f":{port}/" not in url:  # Only the router hangs.
+            more["timeout"] = 30.0
         return request(method, url, *args, **more)
 
     monkeypatch.setattr(genrm_server, "request", late)
@@ -1346,8 +1349,10 @@ def vllm(tmp_path_factory, model, tokenizer, small_ray):
             )
             manager = RewardModelManager({"rm": config})
             (folder / "ready").touch()
-            yield process, *addresses, manager
-            manager.shutdown()
+            try:
+                yield process, *addresses, manager
+            finally:
+                manager.shutdown()
         finally:
             process.kill()
             ray.shutdown()

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from random import SystemRandom
 from types import SimpleNamespace
 
 import psutil
@@ -209,9 +210,11 @@ def alive(pid):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port that the system does not choose for other processes in the meantime."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", SystemRandom().randrange(20000, 30000)))
+            return probe.getsockname()[1]
 
 
 # ---- pure parts
@@ -1219,6 +1222,7 @@ def test_the_model_is_looked_up_for_functions_with_one_judge_only(tmp_path):
 @pytest.mark.slow
 def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tmp_path, caplog):
     async def slow(request):
+        await until_most(server, reward_loop.IN_FLIGHT_PER_SERVER + 1)
         await asyncio.sleep(0.2)
         return web.Response(text="ok")
 
@@ -1498,6 +1502,7 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
             reward_loop.connect_ray()
             print("connected in time:", time.monotonic() - begun < 90)  # Ray itself gives up after minutes
             os.killpg(0, signal.SIGHUP)
+            reward_loop.GIVE_UP_AFTER = 100
             manager = make_manager(reward_fn="{FAULTS}:async_fault", num_workers=2)
             for _ in range(15):
                 results = manager.score_batch([sample("one")] * 5)
