@@ -474,12 +474,7 @@ GRADE_TIMEOUT_S = 4  # Seconds of CPU time per answer, whatever the load; ordina
 GRADE_WALL_S = 120  # Time limit in seconds for an answer that waits without using the CPU.
 GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine's memory.
 _grader_threads = ThreadPoolExecutor(4)  # Event loops use at most 4 child processes at a time.
-
-
-@functools.cache
-def _graders(process):
-    """Return the idle child processes (pid, pipe) of the process with this id, and a lock for them."""
-    return [], threading.Lock()
+_graders = {}  # id of a process -> its idle child processes (pid, pipe), and a lock for them
 
 
 def _compare(sides):
@@ -564,7 +559,7 @@ def _math_verify(answer, truth):
         return False
     if not _agree(parts, true_parts):
         return False
-    free, lock = _graders(os.getpid())
+    free, lock = _graders.setdefault(os.getpid(), ([], threading.Lock()))  # atomic
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
         pid, pipe = free.pop() if free else _start_grader()
     try:

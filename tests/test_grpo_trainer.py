@@ -1122,7 +1122,7 @@ policy.Policy.update = update_and_fill_the_disk
 config = grpo_trainer.{config!r}
 grpo_trainer.train(dataclasses.replace(config, resume="auto", total_steps=2))
 """
-    run = forked.run(["-c", code], timeout=120)
+    run = forked.run(["-c", code], timeout=400)
     last = run.stderr.strip().splitlines()[-1]
     assert (
         run.returncode == 1
