@@ -34,6 +34,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from command_line import one_line_errors
 from compute_score import split_paragraphs
 from run_folder import read_lines
 from toy.report import cell, read_metrics, table
@@ -665,16 +666,13 @@ def draw(runs: list[dict]) -> None:
 
 def main() -> None:
     config = tyro.cli(Config)
-    try:
+    with one_line_errors():
         runs = read()
         if config.runs:
             runs += collect(config.runs)  # The dict keeps the last run of each name.
             runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
         made, files = tables(runs), csv_files(runs)  # Write nothing if a run is missing.
         draw(runs)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     for name in FILES:
         lines = [json.dumps(run) + "\n" for run in runs if file_of(run) == name]
         (FOLDER / name).write_text("".join(lines))
