@@ -545,31 +545,32 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
-def plot(axis, title: str, key: str, shown: dict[str, list[dict]], titles: dict[str, str], **font) -> None:
-    """Plot a rollout metric. `shown` maps each algorithm to its runs."""
-    for algorithm, some in shown.items():
-        if some:
-            band(axis, [run["curves"][key] for run in some], COLOURS[algorithm], titles[algorithm])
-    axis.set_title(title, **font)
+def plot(axes, metrics: dict[str, str], runs: list[dict], titles: dict[str, str], *worlds: str) -> None:
+    """Plot rollout metrics of the algorithms in `titles`. `metrics` maps each to its panel's title."""
+    for axis, (key, title) in zip(axes, metrics.items()):
+        for name, label in titles.items():
+            curves = [run["curves"][key] for run in of(runs, name, *worlds)]
+            band(axis, curves, COLOURS[name], label)
+        axis.set_title(title)
 
 
-def draw_three(name: str, shown: dict[str, list[dict]], titles: dict[str, str]) -> None:
+def draw_three(name: str, runs: list[dict], titles: dict[str, str], *worlds: str) -> None:
     """Plot three metrics side by side."""
     figure, axes = panels(13.5, 4.2, 1, 3, sharey=True)
-    for axis, (key, title) in zip(axes, DATA["panels"].items()):
-        plot(axis, title, key, shown, titles)
+    plot(axes, DATA["panels"], runs, titles, *worlds)
     save(figure, name)
 
 
 def draw_second_world(runs: list[dict]) -> None:
     """Plot each algorithm from each checkpoint: flawed positives above, fully correct answers below."""
     figure, axes = panels(13.9, 7.6, 2, 3, sharey="row")
-    titles = TITLES["second_world"]
-    for place, axis in enumerate(axes):
-        key = ("oracle_flawed_positive_rate", "truly_correct")[place // 3]
-        world = OWN[place % 3]
-        shown = {name: runs_of(runs, name, world) for name in titles}
-        plot(axis, f"checkpoint {world[-1]}: {DATA['panels'][key]}", key, shown, titles, fontsize=10)
+    for column, world in enumerate(OWN):
+        metrics = {}
+        for key in ("oracle_flawed_positive_rate", "truly_correct"):
+            metrics[key] = f"checkpoint {world[-1]}: {DATA['panels'][key]}"
+        plot(axes[column::3], metrics, runs, TITLES["second_world"], world)
+    for axis in axes:
+        axis.title.set_size(10)
     save(figure, "second_world.png")
 
 
@@ -635,10 +636,8 @@ def draw_shop(runs: list[dict]) -> None:
     figure, axes = panels(11, 7.4, 2, 2)
     figure.suptitle("A tool that costs 0.03 per call: nine runs, smoothed over 5 steps")
     titles = TITLES["tools_compared"]
-    shown = {name: of(runs, name, *SHOP) for name in titles}
     *curves, ends = axes
-    for axis, (key, title) in zip(curves, DATA["tool_panels"].items()):
-        plot(axis, title, key, shown, titles)
+    plot(curves, DATA["tool_panels"], runs, titles, *SHOP)
     compared = with_same_seeds(runs, CSV_TABLES["shop_costs"].algorithms)
     for name, label in titles.items():
         values = []
@@ -654,12 +653,9 @@ def draw_shop(runs: list[dict]) -> None:
 
 
 def draw(runs: list[dict]) -> None:
-    titles = TITLES["first_world"]
-    draw_three("policies.png", {name: of(runs, name) for name in titles}, titles)  # nine runs each
-    longer = {name: of(runs, long, OWN[0]) for name, long in DATA["longer"].items()}
-    draw_three("second_world_long.png", longer, TITLES["second_world"])
-    beside = {name: of(runs, name, COMPARED[0]) for name in ("rule", *CLASSIFIED, "fapo_judge")}
-    draw_three("classifier.png", beside, TITLES["classifier"])
+    draw_three("policies.png", runs, TITLES["first_world"], *STANDARD)
+    draw_three("second_world_long.png", runs, TITLES["longer"], OWN[0])
+    draw_three("classifier.png", runs, TITLES["classifier_curves"], COMPARED[0])
     for figure in (draw_weak_start, draw_second_world, draw_judges, draw_variants, draw_shop):
         figure(runs)
 

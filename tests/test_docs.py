@@ -677,7 +677,7 @@ def test_the_second_worlds_tables(evidence):
     rows = cells(runs + twins, titles)
     assert [one[-2:] for one in rows[:3]] == [["0.10 (0.10-0.10)"] * 2, ["0.20 (0.10-0.30)"] * 2, ["", ""]]
     assert len(rows) == 4  # PAPO ran only from the twin checkpoint
-    runs += [run(name, 0, 0.8) for name in evidence.DATA["longer"].values()]
+    runs += [run(name, 0, 0.8) for name in evidence.TITLES["longer"]]
     first = [one[0] for one in cells(runs, evidence.TITLES["variants"])]
     assert "FAPO, 200 steps" in first and first[1] == "outcome reward only"
     with pytest.raises(ValueError, match="no finished run of rule in own1"):
