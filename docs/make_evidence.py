@@ -611,6 +611,7 @@ def draw_variants(runs: list[dict]) -> None:
     figure, (axis,) = panels(10, 6.4, 1, 1)
     worlds = (OWN[0], "checkpoint 0", "#0072B2", "o", -0.15), ("again0", "twin", "#D55E00", "s", 0.15)
     for world, label, colour, marker, shift in worlds:
+        medians = []
         for place, name in enumerate(TITLES["variants"]):
             found = []
             for run in runs_of(runs, name, world):
@@ -618,17 +619,15 @@ def draw_variants(runs: list[dict]) -> None:
             if found:
                 height = place + shift
                 axis.plot([min(found), max(found)], [height] * 2, color=colour, alpha=0.35, linewidth=2)
-                axis.scatter(median(found), height, color=colour, marker=marker, zorder=3)
-        axis.scatter([], [], color=colour, marker=marker, label=label)
+                medians.append((median(found), height))
+        axis.scatter(*zip(*medians), color=colour, marker=marker, zorder=3, label=label)
     steps = of(runs, "rule_long", OWN[0])[0]["steps"]
     labels = [title.format(steps=steps).replace("`", "") for title in TITLES["variants"].values()]
     axis.set_yticks(range(len(labels)), labels)
     axis.invert_yaxis()
-    axis.grid(alpha=0.3)
-    axis.set_xlabel("flawed positives (fraction of correct answers), median and range of the runs")
     axis.set_xlim(0, 0.9)
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(FOLDER / "variants.png")
+    xlabel = "flawed positives (fraction of correct answers), median and range of the runs"
+    save(figure, "variants.png", xlabel, ylim=None)
 
 
 def draw_shop(runs: list[dict]) -> None:
