@@ -252,7 +252,7 @@ def half_mended(run: dict) -> float:
 def shares(run: dict) -> dict[str, np.ndarray]:
     """Return the paper's alpha, gamma and beta (appendix A) at each step, as fractions of all samples."""
     right, sound = np.array(run["curves"]["acc"]), np.array(run["curves"]["truly_correct"])
-    return {"truly correct": sound, "flawed positives": right - sound, "wrong": 1 - right}
+    return {"fully correct": sound, "flawed positives": right - sound, "wrong": 1 - right}
 
 
 def flawed_at(run: dict, step: int) -> float:
@@ -267,7 +267,7 @@ def most_flawed(run: dict) -> float:
 def turning_point(run: dict) -> float:
     """Return the first step at which fully correct samples outnumber wrong ones (smoothed), or infinity."""
     parts = shares(run)
-    return first_step(smooth(parts["truly correct"]) > smooth(parts["wrong"]))
+    return first_step(smooth(parts["fully correct"]) > smooth(parts["wrong"]))
 
 
 def halfway(run: dict) -> float:
@@ -541,7 +541,7 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     """Plot the median and the range of the smoothed curves at each step."""
     smoothed = np.array([*map(smooth, curves)])
     steps = range(1, smoothed.shape[1] + 1)
-    axis.plot(steps, np.median(smoothed, 0), color=colour, linewidth=2, label=label.replace("`", ""))
+    axis.plot(steps, np.median(smoothed, 0), color=colour, linewidth=2, label=label)
     axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
@@ -580,7 +580,7 @@ def draw_weak_start(runs: list[dict]) -> None:
     for axis, (name, title) in zip(axes, TITLES["weak_start"].items()):
         some = [shares(run) for run in of(runs, name, "weak")]
         for part in some[0]:
-            band(axis, [share[part] for share in some], COLOURS[part], part.replace("truly", "fully"))
+            band(axis, [share[part] for share in some], COLOURS[part], part)
         axis.set_title(title)
     for turn in map(turning_point, of(runs, "fapo_oracle", "weak")):
         if turn < math.inf:
