@@ -53,7 +53,7 @@ STANDARD, COMPARED, OWN, SHOP = map(WORLDS.get, ("standard", "compared", "own", 
 OWN_JUDGES = ("first_judge", "trained_judge")
 CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
 KNOWN = {*OWN_JUDGES, *(name for titles in TITLES.values() for name in titles)}  # algorithms of the tables
-COSTS = ("_cost0", "_cost0.01", "", "_cost0.1")  # ends of names; see cost_of
+COSTS = {"0": "_cost0", "0.01": "_cost0.01", "0.03": "", "0.1": "_cost0.1"}  # ends of names by cost
 CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "calls", "flawed_positive_rate", "lambda")
 
 
@@ -298,14 +298,10 @@ def calls(run: dict) -> float:
     return 128 * sum(right[judged["correct_after_step"].get(name, 0) :]) / len(right)
 
 
-def cost_of(algorithm: str) -> str:
-    """Return the cost of a look-up, which is the end of the algorithm's name unless it is 0.03."""
-    return algorithm.partition("_cost")[2] or "0.03"
-
-
 def minus_cost(run: dict, accuracy, num_calls):
     """Return the outcome reward minus the cost of the look-ups, whatever the run's own reward."""
-    return 2 * accuracy - 1 - float(cost_of(run["algorithm"])) * num_calls
+    cost = run["algorithm"].partition("_cost")[2] or 0.03
+    return 2 * accuracy - 1 - float(cost) * num_calls
 
 
 def best_earned(run: dict) -> float:
@@ -640,14 +636,13 @@ def draw_shop(runs: list[dict]) -> None:
     compared = with_same_seeds(runs, CSV_TABLES["shop_costs"].algorithms)
     for name, label in titles.items():
         values = []
-        for place, end in enumerate(COSTS):
+        for cost, end in COSTS.items():
             some = of(compared, name + end, *SHOP)
             found = [run["after"]["shop/truly_correct/mean@1"] for run in some]
-            ends.scatter([place] * len(found), found, color=COLOURS[name], s=22)
+            ends.scatter([cost] * len(found), found, color=COLOURS[name], s=22)
             values.append(median(found))
-        ends.plot(range(len(COSTS)), values, color=COLOURS[name], label=label)
+        ends.plot([*COSTS], values, color=COLOURS[name], label=label)
     ends.set(title="fully correct after 40 steps: each run, and the median", xlabel="cost per call")
-    ends.set_xticks(range(len(COSTS)), map(cost_of, COSTS))
     save(figure, "shop.png", ylim=None)
 
 
