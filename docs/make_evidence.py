@@ -71,13 +71,14 @@ class Config:
 def collect(folder: Path) -> list[dict]:
     """Return one dict per run, sorted by name. Raises ValueError if a run has not finished."""
     runs = []
-    for path in sorted(folder.glob("*/*/metrics.jsonl")):
-        world = path.parent.parent.name
-        algorithm, _, seed = path.parent.name.partition("_seed")
+    for file in sorted(folder.glob("*/*/metrics.jsonl")):
+        path = file.parent
+        world = path.parent.name
+        algorithm, _, seed = path.name.partition("_seed")
         if algorithm.partition("_cost")[0] not in KNOWN:
-            print(f"skipped {world}/{path.parent.name}: no table of tables.toml names it")
+            print(f"skipped {world}/{path.name}: no table of tables.toml names it")
             continue
-        metrics = read_metrics(path.parent)
+        metrics = read_metrics(path)
         if algorithm in CLASSIFIED:  # These runs start from the shipped models.
             world, seed = COMPARED[0], world.removeprefix("seed")
         run = {"world": world, "algorithm": algorithm, "seed": int(seed or 0), "steps": metrics[-1]["step"]}
@@ -89,34 +90,24 @@ def collect(folder: Path) -> list[dict]:
         run["seconds"] = round(sum(line.get("time/step", 0.0) for line in metrics), 1)
         run["curves"] = {}
         for key in CURVES:
-            curve = curve_of(metrics, key)
-            if curve:
-                run["curves"][key] = curve
+            curve = [line.get(f"reward/{key}") for line in metrics if line["step"]]
+            if set(curve) - {None}:
+                # A rate among correct answers is missing in a step without correct answers, and counts as 0.
+                run["curves"][key] = [round(value or 0.0, 4) for value in curve]
         if algorithm in CLASSIFIED or world in OWN and algorithm not in OWN_JUDGES:
-            run |= count_flaws(path.parent, since=run["steps"] - LAST + 1)
+            run |= count_flaws(path, since=run["steps"] - LAST + 1)
         if world in SHOP and algorithm == "fapo_judge":
-            run["verdicts"] = count_verdicts(path.parent)
+            run["verdicts"] = count_verdicts(path)
         if algorithm in CLASSIFIED:
             spread = [line["reward/groups_with_spread"] for line in metrics[1:]]
             steps = range(1, run["steps"] + 1)
             for when, some in ("first", slice(LAST)), ("last", slice(-LAST, None)):
-                run[when] = count_accepted(path.parent, steps[some])
+                run[when] = count_accepted(path, steps[some])
                 run[f"{when}_spread"] = fmean(spread[some])
         runs.append(run)
     if not runs:
         raise ValueError(f"--runs {folder}: contains no finished run; run make evidence first")
     return runs
-
-
-def curve_of(metrics: list[dict], key: str) -> list[float]:
-    """Return a rollout metric of each step, or [] if no step has it.
-
-    A rate among correct answers is missing in a step without correct answers, and counts as 0 there.
-    """
-    values = [line.get(f"reward/{key}") for line in metrics if line["step"]]
-    if set(values) == {None}:
-        return []
-    return [round(value or 0.0, 4) for value in values]
 
 
 def kind_of_flaw(question: str, solution: str) -> str:
