@@ -153,7 +153,7 @@ def count_flaws(folder: Path, since: int) -> dict[str, dict | int]:
             kind = kind_of_flaw(line["prompt"], line["response"])
             flaws[kind] += 1
             overlooked[kind] += is_passed
-    return {"flaws": dict(flaws), "passed": passed, "overlooked": dict(overlooked)}
+    return {"flaws": flaws, "passed": passed, "overlooked": overlooked}
 
 
 def count_verdicts(folder: Path) -> dict[str, list[int]]:
@@ -231,7 +231,7 @@ def first_step(is_reached: np.ndarray) -> float:
 
 def half_correct(run: dict) -> float:
     """Return the first step at which half of the samples are fully correct (smoothed), or infinity."""
-    return first_step(smooth(run["curves"].get("truly_correct", [])) >= 0.5)
+    return first_step(smooth(run["curves"]["truly_correct"]) >= 0.5)
 
 
 def half_mended(run: dict) -> float:
