@@ -343,15 +343,15 @@ def share_of_flaws(runs: list[dict], when: str, kind: str) -> str:
 
 def judged(runs: list[dict], when: str, kind: str, place: int) -> str:
     """Return how many trajectories with this flaw the judge called flawed (0) or located (1)."""
-    counts = [run["verdicts"][kind] for run in runs]
-    return f"{sum(one[place] for one in counts)} of {sum(one[2] for one in counts)}"
+    counts = np.sum([run["verdicts"][kind] for run in runs], 0)
+    return f"{counts[place]} of {counts[2]}"
 
 
 def accepted(runs: list[dict], when: str, verdict: str) -> str:
     """Return the fraction of samples with this oracle's verdict that the classifier accepts."""
     if runs[0]["algorithm"] == "flagged" and verdict == "wrong":
         return "not queried"
-    sound, count = (sum(run[when][verdict][place] for run in runs) for place in (0, 1))
+    sound, count = np.sum([run[when][verdict] for run in runs], 0)
     return f"{sound / count:.2f} of {count}" if count else "none"
 
 
