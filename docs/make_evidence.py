@@ -508,13 +508,14 @@ def fill(page: str, made: dict[str, str]) -> str:
 def panels(width: float, height: float, rows: int, columns: int, **options):
     """Return a new figure and the list of its axes."""
     figure = Figure(figsize=(width, height), layout="constrained", dpi=90)
-    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    axes = figure.subplots(rows, columns, squeeze=False, subplot_kw={"xlabel": "step"}, **options)
+    return figure, list(axes.flat)
 
 
-def save(figure, name: str, xlabel: str = "step", ylim=(-0.02, 1.02)) -> None:
+def save(figure, name: str, ylim=(-0.02, 1.02)) -> None:
     """Save panels, by default of fractions, with one legend below."""
     for axis in figure.axes:
-        axis.set(xlabel=axis.get_xlabel() or xlabel, ylim=ylim)
+        axis.set_ylim(ylim)
         axis.grid(alpha=0.3)
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     title = None  # A single panel has its own title.
@@ -590,7 +591,8 @@ def draw_judges(runs: list[dict]) -> None:
                     dots.append((recall, run["after"][f"toy/{key}/mean@1"]))
             axis.scatter(*zip(*dots), color=colour, **style)
     axis.set_title("FAPO after 40 steps, each run a dot; x: the served judges")
-    save(figure, "judges.png", "recall of the judge")
+    axis.set_xlabel("recall of the judge")
+    save(figure, "judges.png")
 
 
 def draw_variants(runs: list[dict]) -> None:
@@ -613,8 +615,8 @@ def draw_variants(runs: list[dict]) -> None:
     axis.set_yticks(range(len(labels)), labels)
     axis.invert_yaxis()
     axis.set_xlim(0, 0.9)
-    xlabel = "flawed positives (fraction of correct answers), median and range of the runs"
-    save(figure, "variants.png", xlabel, ylim=None)
+    axis.set_xlabel("flawed positives (fraction of correct answers), median and range of the runs")
+    save(figure, "variants.png", ylim=None)
 
 
 def draw_shop(runs: list[dict]) -> None:
