@@ -571,8 +571,8 @@ def draw_weak_start(runs: list[dict]) -> None:
             band(axis, [share[part] for share in some], COLOURS[part], part)
         axis.set_title(title)
     for turn in map(turning_point, of(runs, "fapo_oracle", "weak")):
-        if turn < math.inf:
-            axes[1].axvline(turn, color="black", linestyle=":", linewidth=1)
+        # Matplotlib draws nothing at infinity.
+        axes[1].axvline(turn, color="black", linestyle=":", linewidth=1)
     axes[0].set_ylabel("fraction of all samples")
     save(figure, "weak_start.png")
 
