@@ -189,7 +189,9 @@ def file_of(run: dict) -> str:
     """Return the name of the JSONL file that holds this run."""
     if run["world"] in SHOP:
         return "shop.jsonl"
-    return "classifier.jsonl" if run["algorithm"] in CLASSIFIED else "runs.jsonl"
+    if run["algorithm"] in CLASSIFIED:
+        return "classifier.jsonl"
+    return "runs.jsonl"
 
 
 def read() -> list[dict]:
@@ -202,9 +204,10 @@ def runs_of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
 
 def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     """Return the runs of an algorithm in these worlds (default: STANDARD). Raises ValueError if empty."""
-    found = runs_of(runs, algorithm, *(worlds or STANDARD))
+    worlds = worlds or STANDARD
+    found = runs_of(runs, algorithm, *worlds)
     if not found:
-        where = " or ".join(worlds or STANDARD)
+        where = " or ".join(worlds)
         raise ValueError(f"no finished run of {algorithm} in {where}; run make evidence first")
     return found
 
