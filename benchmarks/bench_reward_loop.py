@@ -76,13 +76,13 @@ async def serve_judge(port: str) -> None:
 @contextlib.contextmanager
 def judge():
     """Start a fake judge behind router.py, and yield the router's address."""
-    from measuring import ROOT, free_port, servers
+    from measuring import ROOT, free_port, server
 
     port, router_port = free_port(), free_port()
     router = [sys.executable, str(ROOT / "router.py"), "--port", str(router_port)]
     router += ["--workers", f"http://127.0.0.1:{port}"]
     command = [sys.executable, __file__, "--judge", str(port)]
-    with servers({port: command}), servers({router_port: router}):
+    with server(port, command), server(router_port, router):
         yield f"127.0.0.1:{router_port}"
 
 

@@ -28,7 +28,7 @@ import psutil
 import tyro
 import uvloop
 from aiohttp import web
-from measuring import CHAT, ROOT, chat_request, cpu_seconds, free_port, machine, serve, servers
+from measuring import CHAT, ROOT, chat_request, cpu_seconds, free_port, machine, serve, server
 
 from toy.report import table
 
@@ -166,9 +166,9 @@ def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
 async def measure_router(command: list[str], seconds: float) -> list[float]:
     """Return the figures of a router, with its CPU time per request in ms."""
     port = free_port()
-    with servers({port: [*command, str(port)]}) as runs:
+    with server(port, [*command, str(port)]) as run:
         await load(port, 1.0)  # warm up
-        process = [psutil.Process(runs[str(port)].pid)]
+        process = [psutil.Process(run.pid)]
         before = cpu_seconds(process)
         count, figures = await load(port, seconds)
         return [*figures, 1000 * (cpu_seconds(process) - before) / count]
@@ -183,7 +183,7 @@ async def compare_routers(config: Config) -> None:
         for port in ports:
             settings = Path(folder, f"{port}.conf")
             settings.write_text(NGINX.format(folder=folder, port=port))
-            stack.enter_context(servers({port: ["nginx", "-c", str(settings)]}))
+            stack.enter_context(server(port, ["nginx", "-c", str(settings)]))
         commands = find_routers(config, [f"http://127.0.0.1:{port}" for port in ports])
         rounds = {name: [] for name in ("no router (nginx itself)", *commands)}
         for _ in range(config.rounds):

@@ -66,25 +66,21 @@ def chat_request(size: int = 0) -> bytes:
 
 
 @contextlib.contextmanager
-def servers(commands: dict[int, list[str]]):
-    """Start HTTP servers, {port: command}, wait until they answer, and end them afterwards.
+def server(port: int, command: list[str]):
+    """Start an HTTP server, wait until it answers, and end it afterwards. Yields its process.
 
-    Raises OSError if a server has ended, or has not answered a chat request within 60 s.
+    Raises OSError if the server has ended, or has not answered a chat request within 60 s.
     """
-    named = {str(port): command for port, command in commands.items()}
-    with tempfile.TemporaryDirectory() as folder, started(named, Path(folder)) as runs:
-        end = time.monotonic() + 60
-        for port, run in runs.items():
-            request = urllib.request.Request(f"http://127.0.0.1:{port}{CHAT}", chat_request())
-            request.add_header("Content-Type", "application/json")
-            while not answers(request):
-                if run.poll() is not None or time.monotonic() > end:
-                    command = " ".join(run.args)
-                    raise OSError(
-                        f"{command}: no response on port {port}; run the command by hand to see why"
-                    )
-                time.sleep(0.2)
-        yield runs
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{CHAT}", chat_request())
+    request.add_header("Content-Type", "application/json")
+    with tempfile.TemporaryDirectory() as folder, started({"server": command}, Path(folder)) as runs:
+        run, end = runs["server"], time.monotonic() + 60
+        while not answers(request):
+            if run.poll() is not None or time.monotonic() > end:
+                text = " ".join(command)
+                raise OSError(f"{text}: no response on port {port}; run the command by hand to see why")
+            time.sleep(0.2)
+        yield run
 
 
 def answers(request: urllib.request.Request) -> bool:
