@@ -70,7 +70,6 @@ async def serve_judge(port: str) -> None:
         return web.json_response({"choices": [{"message": {"content": "\\boxed{-1}"}}]})
 
     await serve(answer, int(port))
-    await asyncio.Event().wait()
 
 
 @contextlib.contextmanager
@@ -186,8 +185,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--judge"]:  # this script as a fake judge
         import uvloop
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_judge(sys.argv[2]))
+        return uvloop.run(serve_judge(sys.argv[2]))
     import tyro
     from measuring import machine
 

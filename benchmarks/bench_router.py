@@ -143,7 +143,6 @@ async def bare_proxy(port: int, upstreams: list[str]) -> None:
                 )
 
         await serve(handle, port)
-        await asyncio.Event().wait()
 
 
 def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
@@ -202,15 +201,13 @@ async def compare_routers(config: Config) -> None:
 
 
 def main() -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if sys.argv[1:2] == ["--bare-proxy"]:  # the script's own bare proxy
-            runner.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
-            return
-        try:
-            runner.run(compare_routers(tyro.cli(Config)))
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+    if sys.argv[1:2] == ["--bare-proxy"]:  # the script's own bare proxy
+        return uvloop.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
+    try:
+        uvloop.run(compare_routers(tyro.cli(Config)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Not covered: measurements on a GPU (gpu_models.py).
 """
 
+import asyncio
 import contextlib
 import os
 import platform
@@ -90,8 +91,8 @@ def answers(request: urllib.request.Request) -> bool:
     return False
 
 
-async def serve(handle, port: int):
-    """Serve HTTP requests with this handler. Returns what ends it: `await runner.cleanup()`."""
+async def serve(handle, port: int) -> None:
+    """Serve HTTP requests with this handler until the process ends."""
     from aiohttp import web
 
     app = web.Application()
@@ -99,7 +100,7 @@ async def serve(handle, port: int):
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    return runner
+    await asyncio.Event().wait()
 
 
 def cpu_seconds(processes) -> float:
