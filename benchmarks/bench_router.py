@@ -30,6 +30,7 @@ import uvloop
 from aiohttp import web
 from measuring import CHAT, ROOT, chat_request, cpu_seconds, free_port, machine, serve, server
 
+from command_line import one_line_errors
 from toy.report import table
 
 CONNECTIONS = 64
@@ -203,11 +204,8 @@ async def compare_routers(config: Config) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--bare-proxy"]:  # the script's own bare proxy
         return uvloop.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
-    try:
+    with one_line_errors():
         uvloop.run(compare_routers(tyro.cli(Config)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

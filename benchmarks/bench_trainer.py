@@ -40,6 +40,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from algorithm import compute_advantages
+from command_line import one_line_errors
 from policy import Policy, Sample
 from rollout import rollout_hf
 from settings import PolicyOptions
@@ -197,7 +198,7 @@ def work(path: Path) -> None:
 def in_child(job: dict) -> dict:
     """Run `work` in a separate process, and stop it before the machine is out of memory.
 
-    Raises RuntimeError if it fails.
+    Raises ChildProcessError if it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, log = Path(folder, "job.json"), Path(folder, "job.log")
@@ -206,11 +207,11 @@ def in_child(job: dict) -> dict:
         with started({"job": command}, Path(folder)) as runs:
             while runs["job"].poll() is None:
                 if psutil.virtual_memory().available < 1e9:
-                    raise RuntimeError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
+                    raise ChildProcessError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
                 time.sleep(0.1)
         code = runs["job"].returncode
         if code:
-            raise RuntimeError(f"{job['kind']}: exit code {code}\n{log.read_text()[-3000:]}")
+            raise ChildProcessError(f"{job['kind']}: exit code {code}\n{log.read_text()[-3000:]}")
         return json.loads(path.read_text())
 
 
@@ -289,12 +290,9 @@ def main() -> None:
         return
     config = tyro.cli(Config)
     print(machine())
-    try:
+    with one_line_errors():
         if not compare_models(config):
             raise SystemExit(1)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
