@@ -78,35 +78,31 @@ def rows_of(path: str | Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-class Events:
-    """A log of JSON lines with the time of each line, which the parent process reads."""
-
-    def __init__(self, path: str):
-        self.file = open(path, "a", buffering=1)
-
-    def write(self, kind: str, **values) -> None:
-        line = {"kind": kind, "at": time.monotonic(), "cpu": time.process_time()} | values
-        self.file.write(json.dumps(line) + "\n")
+def log_event(events, kind: str, **values) -> None:
+    """Write an event with its time as a line of JSON to the file `events`, which the parent process reads."""
+    line = {"kind": kind, "at": time.monotonic(), "cpu": time.process_time()} | values
+    print(json.dumps(line), file=events, flush=True)
 
 
 # ---- our side: the command line of the trainer, in a process that also notes when steps end
 
 
-def run_ours(job: dict, events: Events) -> None:
+def run_ours(job: dict, events) -> None:
     import grpo_trainer
 
     evaluate, log_step = grpo_trainer.evaluate, grpo_trainer.Run.log_step
     folder = Path(job["folder"])
 
     def timed_evaluate(run):
-        events.write("evaluation begins")
+        log_event(events, "evaluation begins")
         evaluate(run)
-        line = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[-1])
-        events.write("evaluation", score=line[f"val/{source}/mean@1"])
+        line = rows_of(folder / "run/metrics.jsonl")[-1]
+        log_event(events, "evaluation", score=line[f"val/{source}/mean@1"])
 
     def timed_log_step(run, metrics):
-        events.write("rewards", reward=metrics["reward/mean"], spread=metrics["reward/groups_with_spread"])
-        events.write("step")
+        spread = metrics["reward/groups_with_spread"]
+        log_event(events, "rewards", reward=metrics["reward/mean"], spread=spread)
+        log_event(events, "step")
         log_step(run, metrics)
 
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
@@ -124,7 +120,7 @@ def run_ours(job: dict, events: Events) -> None:
 # ---- TRL's side
 
 
-def run_trl(job: dict, events: Events) -> None:
+def run_trl(job: dict, events) -> None:
     sys.path.insert(0, job["trl"])
     import torch
     from transformers import TrainerCallback
@@ -148,12 +144,12 @@ def run_trl(job: dict, events: Events) -> None:
             scores.append(result_of(json.loads(text), completion[0]["content"])["score"])
         groups = [scores[start : start + job["group"]] for start in range(0, len(scores), job["group"])]
         spread = statistics.fmean(len(set(group)) > 1 for group in groups)
-        events.write("rewards", reward=statistics.fmean(scores), spread=spread)
+        log_event(events, "rewards", reward=statistics.fmean(scores), spread=spread)
         return scores
 
     @torch.no_grad()
     def evaluate() -> None:
-        events.write("evaluation begins")
+        log_event(events, "evaluation begins")
         model, tokenizer = trainer.model, trainer.processing_class
         options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         prompts = tokenizer.apply_chat_template([row["prompt"] for row in val_rows], **options)
@@ -168,14 +164,14 @@ def run_trl(job: dict, events: Events) -> None:
         responses = output[:, prompts["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         right = [result_of(row, text)["acc"] for row, text in zip(val_rows, texts)]
-        events.write("evaluation", score=statistics.fmean(right))
+        log_event(events, "evaluation", score=statistics.fmean(right))
 
     class Watch(TrainerCallback):
         def on_train_begin(self, *_, **__):
             evaluate()
 
         def on_step_end(self, args, state, control, **_):
-            events.write("step")
+            log_event(events, "step")
             if state.global_step % job["val_every"] == 0:
                 evaluate()
 
@@ -305,7 +301,7 @@ def table(curves: list[dict], threshold: float) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         job = json.loads(Path(sys.argv[2]).read_text())
-        events = Events(job["events"])
+        events = open(job["events"], "a")
         return {"ours": run_ours}.get(job["side"], run_trl)(job, events)
     config = tyro.cli(Config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would be left behind.
