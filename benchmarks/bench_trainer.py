@@ -92,15 +92,9 @@ def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sa
 def run_ours(job: dict) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     policy = our_policy(job["model"], len(job["prompts"]))
-    prompts = []
-    for messages in conversations(job["prompts"]):
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        prompts.append(ids)
+    messages = conversations(job["prompts"])
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     steps = []
-
-    def finished(sample):
-        sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-
     for step in range(1 + job["steps"]):
         samples = [Sample({}, prompt) for prompt in prompts for _ in range(GROUP)]
         begun = time.perf_counter()
@@ -112,10 +106,11 @@ def run_ours(job: dict) -> dict:
             eos_ids={NEVER},
             seed=step,
             rollout_batch_size=512,
-            on_finished=finished,
         )
+        responses = [sample.response_ids for sample in samples]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         generated = time.perf_counter()
-        rewards = [score(sample.text) for sample in samples]
+        rewards = list(map(score, texts))
         policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
         times = zip(PARTS, (generated - begun, end - generated, end - begun))
