@@ -21,10 +21,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parent
-sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
 REPEATS = 3  # number of batches per table row; the best one counts
 
 # ---- the reward functions (the workers load this file, so its imports are light)

@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from measuring import started
 
 WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
