@@ -116,15 +116,15 @@ def our_processes():
     return workers, everything
 
 
-async def stream(manager, samples, lanes: int = 512) -> None:
-    """Call score_one for every sample, with `lanes` calls at the same time."""
+async def stream(manager, samples) -> None:
+    """Call score_one for every sample, with 512 calls at the same time."""
     left = iter(samples)
 
     async def lane():
         for sample in left:
             await manager.score_one(sample)
 
-    await asyncio.gather(*(lane() for _ in range(lanes)))
+    await asyncio.gather(*(lane() for _ in range(512)))
 
 
 def measure_speed(reward_fn: str, options: dict, workers: int, counts) -> None:
@@ -158,17 +158,6 @@ def measure_speed(reward_fn: str, options: dict, workers: int, counts) -> None:
     manager.shutdown()
 
 
-def speed(config) -> None:
-    """Print the table of samples per second."""
-    print("| function | workers | samples | batch samples/s | streamed samples/s | ", end="")
-    print("CPU ms/sample | memory MB | start to first score s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    with judge() as address:
-        for reward_fn, options in ("sync_rule", {}), ("asks_judge", {"router_address": (address,)}):
-            for workers in config.workers:
-                measure_speed(reward_fn, options, workers, config.samples)
-
-
 @dataclass
 class Config:
     """Measure the speed of the reward loop."""
@@ -188,7 +177,13 @@ def main() -> None:
 
     config = tyro.cli(Config)
     print(machine() + "\n")
-    speed(config)
+    print("| function | workers | samples | batch samples/s | streamed samples/s | ", end="")
+    print("CPU ms/sample | memory MB | start to first score s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    with judge() as address:
+        for reward_fn, options in ("sync_rule", {}), ("asks_judge", {"router_address": (address,)}):
+            for workers in config.workers:
+                measure_speed(reward_fn, options, workers, config.samples)
 
 
 if __name__ == "__main__":
