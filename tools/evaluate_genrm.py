@@ -107,15 +107,14 @@ def with_f1(first: list[bool], second: list[bool]) -> tuple[float, float, float]
 
 def processbench_metrics(rows: list[dict]) -> dict[str, tuple]:
     """Return {subset: (number of rows, error, correct, F1)} (paper eq. 6), with NaN if there are no rows."""
-    flawed = defaultdict(list)  # subset -> for each flawed solution: whether the prediction is right
-    sound = defaultdict(list)
+    subsets = defaultdict(lambda: ([], []))  # for each flawed and each sound solution: whether it was found
     for row in rows:
-        of_subset = sound if row["label"] == -1 else flawed
-        of_subset[row["subset"]].append(row["prediction"] == row["label"])
+        flawed, sound = subsets[row["subset"]]
+        of_kind = sound if row["label"] == -1 else flawed
+        of_kind.append(row["prediction"] == row["label"])
     metrics = {}
-    for subset in sorted({*flawed, *sound}):
-        count = len(flawed[subset] + sound[subset])
-        metrics[subset] = count, *with_f1(flawed[subset], sound[subset])
+    for subset, (flawed, sound) in sorted(subsets.items()):
+        metrics[subset] = len(flawed + sound), *with_f1(flawed, sound)
     return metrics
 
 
@@ -225,12 +224,14 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
 
     Raises ValueError, or OSError if no judge responds.
     """
+    chat_kwargs = json_object("chat_kwargs", config.chat_kwargs) or None
     chat = {
-        "chat_kwargs": json_object("chat_kwargs", config.chat_kwargs) or None,
+        "chat_kwargs": chat_kwargs,
         "model": model_name(config),
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "max_tokens": config.max_tokens,
     }
-    for name in ("temperature", "top_p", "max_tokens"):
-        chat[name] = getattr(config, name)
     # A result depends on these settings, and on the prompt and the label of its row.
     files = fingerprints(scores.__file__)
     header = chat | {"files": files, "models": served_models({"genrm": config.router_address}, chat["model"])}
