@@ -63,13 +63,11 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
     from safetensors import SafetensorError
-    from transformers import AutoConfig
 
-    from causal_lm import load_causal_lm, load_tokenizer
+    from causal_lm import load_causal_lm, load_tokenizer, read_config
 
     try:
-        remote = dict(trust_remote_code=trust_remote_code)
-        stored = AutoConfig.from_pretrained(base, **remote).dtype or torch.float32
+        stored = read_config(base, trust_remote_code).dtype or torch.float32
         # The sum is computed in float32 and then rounded, as on the policy servers.
         whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
         whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()

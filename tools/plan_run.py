@@ -62,9 +62,8 @@ VLLM_SEQUENCES = 1024, 256  # vLLM's default --max-num-seqs on GPUs of at least 
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
-def text_config_of(config, model: str):
-    shape = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-    return shape.get_text_config()
+def shape_of(config):
+    return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
 
 
 def count_parameters(config, device: str = "cpu") -> tuple:
@@ -72,11 +71,11 @@ def count_parameters(config, device: str = "cpu") -> tuple:
 
     The unit is 4 bytes. The sizes are NaN if the model cannot be built without its weights.
     """
-    remote = dict(trust_remote_code=config.trust_remote_code)
     try:
         with torch.device("meta"):
-            shape = AutoConfig.from_pretrained(config.model, **remote)
-            model = AutoModelForCausalLM.from_config(shape, **remote)
+            model = AutoModelForCausalLM.from_config(
+                shape_of(config), trust_remote_code=config.trust_remote_code
+            )
             if config.lora_rank:
                 add_adapters(model, config, "")
             set_dtypes(model, config.lora_rank, device)
@@ -131,7 +130,7 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
 
     None means unknown. Entries named "update: ..." and "rollout: ..." do not exist at the same time.
     """
-    text = text_config_of(config, config.model)
+    text = shape_of(config).get_text_config()
     weights, trained, largest_layer, rest = count_parameters(config, device)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
@@ -237,8 +236,8 @@ def server_memory(config, name: str, server, gpu: float) -> str:
     have = gpus * gpu * share
     try:
         have = gpus * gpu * vllm_argument(server, "--gpu-memory-utilization", share)
-        text = text_config_of(config, server.model)
         served = dataclasses.replace(config, model=server.model, lora_rank=0)
+        text = shape_of(served).get_text_config()
         weights = 2e-9 * count_parameters(served)[0]
         if name == "policy server" and text.tie_word_embeddings:  # The served policy has untied weights.
             weights += 2e-9 * text.vocab_size * text.hidden_size
