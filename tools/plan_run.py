@@ -178,10 +178,6 @@ def report(config, num_rows: int) -> str:
     device = config.device
     available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     specs = process_specs(config)
-    if config.device == "cuda":
-        device = "the GPU of rank 0"
-    if config.policy_ranks > 1:
-        device = f"each of {config.policy_ranks} ranks, {config.device}"
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
     if on_gpus or config.policy_ranks > 1:
         lines += placement_lines(config, specs)
@@ -192,6 +188,9 @@ def report(config, num_rows: int) -> str:
                 lines.append(server_memory(config, name, server, gpu))
     if config.device == "cuda":
         available = gpu * config.policy_gpu_share
+        device = "the GPU of rank 0"
+    if config.policy_ranks > 1:
+        device = f"each of {config.policy_ranks} ranks, {config.device}"
     estimate = estimate_memory(config, config.device)
     always = 0.0
     phases = {"update": 0.0, "rollout": 0.0}
@@ -303,7 +302,14 @@ def placement_lines(config, specs: dict[str, ProcessSpec]) -> list[str]:
 
 
 def labels(processes: list[tuple[str, int]], specs: dict[str, ProcessSpec]) -> str:
-    return " + ".join(label(name, number, specs[name].share) for name, number in processes)
+    texts = []
+    for name, number in processes:
+        text = f"{name} {number}"
+        gpus = specs[name].share
+        if gpus not in (0, 1):
+            text += f" ({gpus:g} GPUs)"
+        texts.append(text)
+    return " + ".join(texts)
 
 
 def placement(config, specs: dict[str, ProcessSpec]) -> dict[str, list[list[tuple[str, int]]]]:
@@ -353,12 +359,6 @@ def nodes_of(needed: list[float], gpus: tuple[int, ...]) -> list[str]:
             name = f"node {node}, {name}"
         nodes.append(name)
     return nodes
-
-
-def label(name: str, number: int, gpus: float) -> str:
-    if gpus in (0, 1):
-        return f"{name} {number}"
-    return f"{name} {number} ({gpus:g} GPUs)"
 
 
 def gpu_memory(config) -> float:
