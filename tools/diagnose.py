@@ -18,7 +18,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from math import hypot, nan, sqrt
+from math import hypot, inf, nan, sqrt
 from operator import gt, lt
 from pathlib import Path
 from statistics import correlation, fmean
@@ -340,11 +340,12 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
     other groups. The name is that of the result that explains the differences. Unknown numbers are omitted.
     """
     groups = defaultdict(list)
+    rewards = []
     for sample in samples:
         is_known = None not in (sample["reward_score"], sample.get("advantage"))
         if is_known and isinstance(sample["reward_extra_info"].get("acc"), (int, float)):
             groups[sample["step"], sample["group"]].append(sample)
-    rewards = [sample["reward_score"] for group in groups.values() for sample in group]
+            rewards.append(sample["reward_score"])
     small = []
     others = []
     for group in groups.values():
@@ -397,13 +398,13 @@ def holds(conditions: list[str], numbers: list[dict]) -> bool:
     return True
 
 
-def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) -> list[Finding]:
+def diagnose(lines: list[dict], samples: list[dict], last: float = inf) -> list[Finding]:
     """Return the findings of a run, in the order of their first steps.
 
     Args:
         lines: The lines of metrics.jsonl.
         samples: The lines of samples.jsonl.
-        last: Return only findings of this many latest steps. None: of all steps.
+        last: Return only findings of this many latest steps.
     """
     lines = [line for line in lines if "reward/mean" in line]
     samples_at = defaultdict(list)  # by step
@@ -411,17 +412,15 @@ def diagnose(lines: list[dict], samples: list[dict], last: int | None = None) ->
         if sample["split"] == "train":
             samples_at[sample["step"]].append(sample)
     called = list(accumulate((line.get("rollout/called", 0) for line in lines), max))
-    first = 0  # index of the first step to diagnose
-    if last is not None:
-        first = max(0, len(lines) - last)
+    first = max(0, len(lines) - last)  # index of the first step to diagnose
     longest = max(count for _, count, _, _ in RULES)
     numbers = []  # one dict per step, from the first step that rules need
     found = {}
-    for end in range(max(0, first - longest + 1) + 1, len(lines) + 1):
-        step = lines[end - 1]["step"]
-        recent = [sample for at in range(step - RECENT + 1, step + 1) for sample in samples_at.get(at, ())]
-        numbers.append(lines[end - 1] | derived_numbers(lines[:end], recent, called[end - 1]))
-        if end <= first:
+    for index in range(max(0, first - longest + 1), len(lines)):
+        step = lines[index]["step"]
+        recent = [sample for at in range(step - RECENT + 1, step + 1) for sample in samples_at[at]]
+        numbers.append(lines[index] | derived_numbers(lines[: index + 1], recent, called[index]))
+        if index < first:
             continue
         for name, count, conditions, remedy in RULES:
             if len(numbers) >= count and holds(conditions, numbers[-count:]):
@@ -435,7 +434,7 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     """Return the numbers that a rule uses, and the end of the newest response."""
     keys = [condition.split()[0] for condition in conditions]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
-    if "small_term/name" in numbers and keys[0].startswith("small_term/"):
+    if keys[0].startswith("small_term/"):
         text += f", small_term/name {numbers['small_term/name']}"
     if samples:
         end = " ".join(samples[-1]["response"][-40:].split())  # without line breaks

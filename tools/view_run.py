@@ -153,9 +153,10 @@ def group_of(lines: list[dict]) -> dict:
             if value is not None:
                 group["verdict"][key.removeprefix("group_")] = value
     group["samples"] = []
-    for line, info in zip(lines, infos):
+    for line in lines:
         sample = sample_of(line)
-        sample["reward_extra_info"] = {key: value for key, value in info.items() if key not in common}
+        info = sample["reward_extra_info"]
+        sample["reward_extra_info"] = {key: info[key] for key in info if key not in common}
         group["samples"].append(sample)
     return group
 
