@@ -85,11 +85,9 @@ class ClusterServers(PolicyServers):
         """Send the current weights to these folders, {node: folder}. Forget nodes that no longer exist."""
         gone, sums = self.policy.send_weights(folders, str(self.folder.path), self.dtype)
         self.sums |= dict.fromkeys(folders, sums)  # Another node may still have older weights.
-        for node, folder in list(folders.items()):
-            if node in gone:
-                self.folders.pop(node, None)
-            else:
-                self.folders[node] = folder
+        for node in gone:
+            folders.pop(node, None)
+        self.folders |= folders
 
     def shutdown(self):
         if self.service:
