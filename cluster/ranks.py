@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from causal_lm import layers_of, logprobs_and_entropy, set_dtypes
@@ -185,7 +185,7 @@ def interface_of(address: str) -> str:
     )
 
 
-def shard(model, ranks: Ranks, offload: bool = False) -> None:
+def shard(model, ranks: Ranks, offload: bool) -> None:
     """Shard each layer over the ranks, and shard embedding, final norm and head as one group.
 
     Between two passes, each rank keeps 1/count of all weights, in float32. On a GPU, layers are gathered in
@@ -197,7 +197,7 @@ def shard(model, ranks: Ranks, offload: bool = False) -> None:
         ranks: The ranks.
         offload: Whether to keep the shards in the host's memory.
     """
-    options = dict(mesh=ranks.mesh, offload_policy=OffloadPolicy())
+    options = dict(mesh=ranks.mesh)
     precision = MixedPrecisionPolicy()
     if ranks.mesh.device_type == "cuda":
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)

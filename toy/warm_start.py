@@ -169,8 +169,6 @@ def new_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         pad_token_id=0,
