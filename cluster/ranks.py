@@ -86,7 +86,13 @@ class RankedPolicy(Policy):
         return model.logprobs_and_entropy(*arguments)
 
     def all_reduce(self, sums: Counter) -> Counter:
-        return self.ranks.sum(sums)
+        """Return the totals of these sums over all ranks."""
+        of_ranks = [None] * self.ranks.count
+        dist.all_gather_object(of_ranks, sums)
+        total = Counter()
+        for found in of_ranks:
+            total.update(found)
+        return total
 
     def forward(self, samples: list[Sample], model=None):
         """Compute log-probabilities like Policy, with the same number of passes on all ranks.
@@ -164,15 +170,6 @@ class Ranks:
         value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
-
-    def sum(self, sums: Counter) -> Counter:
-        """Return the totals of these sums over all ranks."""
-        of_ranks = [None] * self.count
-        dist.all_gather_object(of_ranks, sums)
-        total = Counter()
-        for found in of_ranks:
-            total.update(found)
-        return total
 
 
 def interface_of(address: str) -> str:

@@ -336,10 +336,6 @@ def shop_judge_phases(rng: Random):
         problem = shop_world.random_problem(rng)
         return chat(str(problem), " ".join(shop_judge.list_deals(problem)))
 
-    def compare_items():  # The judge learns only the verdicts.
-        checks = shop_judge.write_comparisons(rng)
-        return partly_learned(f"{USER}{ASSISTANT}", checks, range(len(checks)), " ")
-
     def practise(first):  # The judge learns only the checks of items (first is 0) or of sums (first is 1).
         problem, turns, (deals, *checks) = shop_judge.write_practice(rng, errors=0.9)
         prompt, _ = chat(shop_judge.critic_prompt(problem, turns), "")
@@ -352,8 +348,9 @@ def shop_judge_phases(rng: Random):
 
     def check_items():
         part = rng.random()
-        if part < 0.4:
-            return compare_items()
+        if part < 0.4:  # The judge learns only the verdicts.
+            checks = shop_judge.write_comparisons(rng)
+            return partly_learned(f"{USER}{ASSISTANT}", checks, range(len(checks)), " ")
         if part < 0.8:
             return practise(0)
         return practise(1)
