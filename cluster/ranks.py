@@ -51,14 +51,14 @@ class RankedPolicy(Policy):
         self.is_main_rank = ranks.rank == 0
         if device.type == "cuda" and config.policy_gpu_share < 1:
             torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
-        if ranks.count > 1 or config.num_threads or config.policy_offload:
+        self.is_sharded = ranks.count > 1 or config.policy_offload
+        if self.is_sharded or config.num_threads:
             threads = config.num_threads
             if not threads and config.policy_offload:  # The optimizer runs on the CPU.
                 threads = len(os.sched_getaffinity(0)) // ranks.per_node
             torch.set_num_threads(threads or 1)
         check_files(ranks.files)  # Ranks may have been restarted since the run began.
         ranks.join(device)
-        self.is_sharded = ranks.count > 1 or config.policy_offload
         if self.is_sharded:
             # Weights in their stored type are mapped into memory, and ranks on a node share the mapping.
             self.load_dtype = "auto"

@@ -450,9 +450,11 @@ def main(config: Config) -> None:
     config.out_dir.mkdir(parents=True, exist_ok=True)
     rng = Random(f"{config.seed}/tokenizer")
     own = {"shop": "policy", "shop_judge": "judge"}.get(config.kind)
-    other = {"policy": "judge", "judge": "policy"}.get(own)
-    if other in config.models:
-        raise SystemExit(f"error: --models {other}: --kind {config.kind} has no {other}; pass --models {own}")
+    for name in config.models:
+        if own and name != own:
+            raise SystemExit(
+                f"error: --models {name}: --kind {config.kind} has no {name}; pass --models {own}"
+            )
     if config.kind == "shop":
         write_rows(shop_row, "shop", config.out_dir, config.seed)
         tokenizer = build_tokenizer(shop_corpus(rng))
