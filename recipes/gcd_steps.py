@@ -61,13 +61,9 @@ def first_wrong(question: str, text: str) -> int:
             is_end = index == len(paragraphs) - 1 and paragraph == f"\\boxed{{{first}}}"
             return -1 if is_end else index
         line = LINE.fullmatch(paragraph)
-        if not line:
+        if not line or tuple(map(int, line.groups())) != (first, second, *divmod(first, second)):
             return index
-        dividend, divisor, quotient, remainder = map(int, line.groups())
-        is_right = dividend == divisor * quotient + remainder and remainder < divisor
-        if not is_right or (dividend, divisor) != (first, second):
-            return index
-        first, second = second, remainder
+        first, second = second, first % second
     return len(paragraphs)  # The solution ends without an answer.
 
 
@@ -122,8 +118,12 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
             metrics = read_metrics(folder / reward, flag="--report")
             steps = [line for line in metrics if "reward/acc" in line]
             for line, some in ((metrics[0], steps[:STEPS]), (metrics[-1], steps[-STEPS:])):
-                row = {"policy": Path(config["model"]).name, "reward": reward}
-                row |= {"seed": config["seed"], "step": line["step"]}
+                row = {
+                    "policy": Path(config["model"]).name,
+                    "reward": reward,
+                    "seed": config["seed"],
+                    "step": line["step"],
+                }
                 for name, key in HELD_OUT.items():
                     row[name] = line[f"val/reasoning_gym_gcd/{key}mean@4"]
                 for name in TRAINING:
@@ -173,10 +173,10 @@ def make_policy(config: Config) -> None:
     rng = Random(f"{config.seed}/gcd")
 
     def draw():
-        question = dataset[rng.randrange(len(dataset))]["question"]
-        while gym_tasks.is_held_out(question):
+        while True:
             question = dataset[rng.randrange(len(dataset))]["question"]
-        return question + gym_tasks.SUFFIX, write_solution(*numbers_of(question))
+            if not gym_tasks.is_held_out(question):
+                return question + gym_tasks.SUFFIX, write_solution(*numbers_of(question))
 
     def example():
         return warm_start.chat(*draw())
