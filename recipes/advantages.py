@@ -128,13 +128,10 @@ def steps(groups):
     (recipes/padding.py; arXiv:2504.15275); `progress` does not reward them.
     """
     steps_P_G_S, paragraphs_P_G_T = step_scores(groups)
-    unscored_P_G = steps_P_G_S.isnan().all(2)
-    outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
     scores_P_GS = compute_advantages(steps_P_G_S.flatten(1))
     scores_P_G_S = scores_P_GS.view(steps_P_G_S.shape)
     sums_P_G_S = scores_P_G_S.flip(2).cumsum(2).flip(2)
-    advantages_P_G_T = outcome_P_G[..., None] + sums_P_G_S.gather(2, paragraphs_P_G_T)
-    return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
+    return plus_outcome(groups, steps_P_G_S, sums_P_G_S.gather(2, paragraphs_P_G_T))
 
 
 def progress(groups):
@@ -147,8 +144,6 @@ def progress(groups):
     changes nothing. A sample without any score has no verdict.
     """
     steps_P_G_S, paragraphs_P_G_T = step_scores(groups)
-    unscored_P_G = steps_P_G_S.isnan().all(2)
-    outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
     after_P_G_S = steps_P_G_S.clone()
     for before_P_G, after_P_G in pairwise(after_P_G_S.unbind(2)):  # These are views.
         after_P_G[:] = torch.where(after_P_G.isnan(), before_P_G, after_P_G)
@@ -157,7 +152,14 @@ def progress(groups):
     before_P_G_S = torch.cat([start_P_G_1, after_P_G_S[..., :-1]], 2)
     before_P_G_S = torch.where(before_P_G_S.isnan(), start_P_G_1, before_P_G_S)
     gains_P_G_S = last_P_G_1 - before_P_G_S
-    advantages_P_G_T = outcome_P_G[..., None] + gains_P_G_S.gather(2, paragraphs_P_G_T)
+    return plus_outcome(groups, steps_P_G_S, gains_P_G_S.gather(2, paragraphs_P_G_T))
+
+
+def plus_outcome(groups, steps_P_G_S, advantages_P_G_T) -> torch.Tensor:
+    """Add outcome advantages, without the samples that have no step score. They have no verdict."""
+    unscored_P_G = steps_P_G_S.isnan().all(2)
+    outcome_P_G = compute_advantages(groups.rewards_P_G.masked_fill(unscored_P_G, math.nan))
+    advantages_P_G_T = outcome_P_G[..., None] + advantages_P_G_T
     return advantages_P_G_T.masked_fill(unscored_P_G[..., None], math.nan)
 
 
@@ -206,16 +208,14 @@ def good_prefixes(groups) -> torch.Tensor:
     groups.check_key("first_wrong")
     prefixes = []
     for sample, info in zip(groups.samples, groups.infos):
-        first_wrong = number_or_nan(info.get("first_wrong") or 0)
-        prefix = first_wrong  # NaN stays NaN
-        if first_wrong <= 0:
-            prefix = 0
-        elif first_wrong > 0:
-            starts = starts_of(sample, int(first_wrong) + 1, groups.decode)
+        prefix = number_or_nan(info.get("first_wrong") or 0)
+        if prefix > 0:
+            first_wrong = int(prefix)
+            starts = starts_of(sample, first_wrong + 1, groups.decode)
             starts = [*starts, len(sample.response_ids) - 1]  # A missing paragraph counts as starting here.
-            prefix = starts[min(int(first_wrong), len(starts) - 1)]
+            prefix = starts[min(first_wrong, len(starts) - 1)]
         prefixes.append(prefix)
-    return groups.tensor(prefixes)
+    return groups.tensor(prefixes).clamp(min=0)  # -1 becomes 0, and NaN stays NaN.
 
 
 def step_scores(groups) -> tuple[torch.Tensor, torch.Tensor]:
