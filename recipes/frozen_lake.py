@@ -79,16 +79,15 @@ async def play(trajectory, prompt, extra_info):
     square, is_over = 0, False
     squares = [square]
     trajectory.info |= {"squares": squares, "reached": False}  # already now, in case of truncation
-    while not is_over:
+    while True:
         move = (await trajectory.generate(max_tokens=4)).strip()
         if move in MOVES:
             square, reward, is_over, _, _ = game.step(MOVES.index(move))
             trajectory.info["reached"] = reward == 1
-        squares.append(int(square))
-        if len(squares) > MOST_MOVES:
+        squares.append(square)
+        if is_over or len(squares) > MOST_MOVES:
             return
-        if not is_over:
-            trajectory.reply(look(game, square), role="user")
+        trajectory.reply(look(game, square), role="user")
 
 
 @functools.lru_cache(maxsize=4096)
