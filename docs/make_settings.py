@@ -42,15 +42,13 @@ OTHERS = {
 
 def default_of(field) -> str:
     value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
     if value is dataclasses.MISSING:
         return "required"
     if value in (None, "", ()):
         return ""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple):
         value = " ".join(map(str, value))
     return f"`{value}`"
 
