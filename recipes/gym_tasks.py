@@ -113,9 +113,9 @@ def find_answer(text: str) -> str | None:
             if depth == 0:
                 return rest[: brace.start()].strip()
         return None
-    before, end, _ = text.rpartition("</answer>")
+    before, _, _ = text.rpartition("</answer>")
     _, start, inside = before.rpartition("<answer>")
-    if end and start:
+    if start:
         return inside.strip()
     return None
 
