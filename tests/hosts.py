@@ -50,7 +50,8 @@ def played_hosts(folder: Path, server: str, cpus: dict[str, int] = CPUS):
     Raises:
         PermissionError: This user may not make network namespaces.
     """
-    assert not os.path.exists("/run/netns/h1"), "hosts of other tests are left; hosts.remove() removes them"
+    remedy = "wait for it, or remove them: cd tests; python -c 'import hosts; hosts.remove()'"
+    assert not os.path.exists("/run/netns/h1"), f"another run of the tests has such hosts; {remedy}"
     if os.getuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", "h1"]).returncode:
         raise PermissionError("cannot create network namespaces; run as root, with `ip` installed")
     try:
