@@ -254,6 +254,7 @@ def small_ray(setattr=setattr) -> None:
     too slow for Ray's time limits, so the start is tried three times. The Ray of test_cluster.py that takes
     jobs starts as for users, and so do those of scripts in a Python of their own.
     """
+    import pytest
     from ray._private import services, utils
     from ray._private.node import Node
 
@@ -274,17 +275,16 @@ def small_ray(setattr=setattr) -> None:
                 arguments, settings = copy.deepcopy(given)
 
     setattr(Node, "__init__", start_node)
-    # Otherwise agents would end, because they are no children of the raylet.
-    os.environ["RAY_enable_pipe_based_agent_to_parent_health_check"] = "1"
     start = services.start_raylet
 
     def start_raylet(*arguments, **settings):
-        before = sys.executable
-        sys.executable = on_path(Path(address()).parent).partition(os.pathsep)[0] + "/python"
-        try:
+        python = on_path(Path(address()).parent).partition(os.pathsep)[0] + "/python"
+        # Without a health check by pipe, agents would end, because they are no children of the raylet.
+        by_pipe = "RAY_enable_pipe_based_agent_to_parent_health_check"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", python)
+            patch.setenv(by_pipe, "1")
             return start(*arguments, **settings)
-        finally:
-            sys.executable = before
 
     setattr(services, "start_raylet", start_raylet)
 

@@ -175,7 +175,6 @@ def report(config, num_rows: int) -> str:
     prompts = config.total_steps * config.train_batch_size
     epochs = f"{prompts / num_rows:.1f} epochs of {num_rows} rows"
     lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
-    device = config.device
     available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     specs = process_specs(config)
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
@@ -186,7 +185,8 @@ def report(config, num_rows: int) -> str:
         for name, server in servers_of(config).items():
             if name in specs and specs[name].gpus:
                 lines.append(server_memory(config, name, server, gpu))
-    if config.device == "cuda":
+    device = config.device
+    if device == "cuda":
         available = gpu * config.policy_gpu_share
         device = "the GPU of rank 0"
     if config.policy_ranks > 1:
