@@ -20,6 +20,7 @@ histories, functions in other processes.
 import asyncio
 import contextlib
 import copy
+import gc
 import inspect
 import math
 import pickle
@@ -398,6 +399,20 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
     return taken - {"trajectory"}
 
 
+def frame_of(thread: threading.Thread):
+    """Return the frame that a thread is executing, or None if the thread has ended.
+
+    Before Python 3.11.9, garbage collection within sys._current_frames can stop all threads for good, if one
+    of them starts another thread (https://github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    frame = sys._current_frames().get(thread.ident)
+    if collects:
+        gc.enable()
+    return frame
+
+
 class Call(Future):
     """A call in one of the threads."""
 
@@ -561,15 +576,17 @@ class Rollouts:
         tick = None
         while True:
             time.sleep(BLOCKED_S / 4)
-            frame = sys._current_frames().get(self.thread.ident)
-            if not self.thread.is_alive():  # Otherwise the frame may belong to a new thread with its ident.
-                return
             looks = looks + 1 if self.last_tick == tick else 0
             tick = self.last_tick
+            frame = None
+            if looks >= 4:
+                frame = frame_of(self.thread)
+            if not self.thread.is_alive():  # Otherwise the frame may belong to a new thread with its ident.
+                return
             while frame and frame.f_code.co_filename not in (self.file, __file__):
                 frame = frame.f_back
             # If the innermost of these frames is this file's, the function is in `await generate()`.
-            if looks < 4 or not frame or frame.f_code.co_filename != self.file:
+            if not frame or frame.f_code.co_filename != self.file:
                 continue
             if frame.f_lineno not in printed:
                 printed.add(frame.f_lineno)

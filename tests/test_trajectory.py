@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerFast
 
 import causal_lm
 import compute_score
+import forked
 import grpo_trainer
 import reward_worker
 import rollout
@@ -441,6 +442,39 @@ def test_a_tool_that_blocks_is_named(model, tokenizer, monkeypatch, capfd):
     rolled_out(blocks, model, tokenizer)
     assert "test_trajectory.py" in said[0] and "(blocks)" in said[0] and "asyncio.to_thread" in said[0]
     assert len(set(said)) == len(said)  # On a busy machine, the next line may be named as well.
+
+
+NO_DEADLOCK = """
+import gc, os, threading, time
+import trajectory
+
+class Tokenizer:
+    added_tokens_decoder = {}
+    decode = get_added_vocab = dict
+    def get_vocab(self):
+        return {"a": 0}
+
+async def plainly(trajectory):
+    pass
+
+trajectory.BLOCKED_S = 0.004
+rollouts = trajectory.Rollouts(plainly, Tokenizer())
+rollouts.start()
+gc.callbacks.append(lambda *_: "watch" in threading.current_thread().name and time.sleep(0.05))
+gc.set_threshold(1)
+rollouts.loop.call_soon_threadsafe(time.sleep, 1)
+for _ in range(30):
+    thread = threading.Thread(target=time.sleep, args=[0.01])
+    thread.start()
+    thread.join()
+print("no deadlock", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_look_at_a_blocked_loop_does_not_stop_all_threads():
+    """Garbage is collected at every opportunity, and other threads start meanwhile."""
+    assert forked.run(["-c", NO_DEADLOCK], timeout=60).stdout.endswith("no deadlock\n")
 
 
 def test_await_generate_is_not_accused_of_blocking(model, tokenizer, monkeypatch, capfd):
