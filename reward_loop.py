@@ -167,20 +167,24 @@ class RewardOptions:
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
-    def judges(self) -> dict:
-        """Return what decides which reward models give the scores, in values that JSON keeps.
+    def scored_by(self) -> dict:
+        """Return what decides the scores (reward function and reward models) in values that JSON keeps.
 
-        A name or a path says nothing about the weights, so "models" also describes the files. A model whose
-        server does not respond is None.
+        A name or a path says nothing about the content, so "files" and "models" describe the files. A model
+        whose server does not respond is None.
         """
         chosen = json_object("reward_kwargs", self.reward_kwargs).get("genrm_model")
         models = served_models(named("router_address", self.router_address), chosen)
         for name, path in named("genrm", self.genrm).items():
             models[name] = f"{path} {folder_digest(path)}"
         tokenizer = self.reward_model_tokenizer or ""
+        job = self.make_job()
         return {
+            "reward_fn": job.function.rpartition(":")[2],
+            "files": sorted(job.files.values()),  # Their folder may have been moved.
             "models": models,
             # Arguments may contain keys, so files get only their digest.
+            "reward_kwargs": hashlib.sha256(self.reward_kwargs.encode()).hexdigest(),
             "genrm_vllm_args": hashlib.sha256(self.genrm_vllm_args.encode()).hexdigest(),
             "reward_model_task": list(self.reward_model_task),
             "reward_model_tokenizer": f"{tokenizer} {folder_digest(tokenizer)}",
@@ -733,7 +737,7 @@ def folder_digest(path: str | None) -> str:
 
 
 def changes_between(before, now: dict) -> list[str]:
-    """Return the names of the values that have changed between two starts. Both have the keys of `judges`.
+    """Return the names of the values that have changed between two starts. Both have the keys of `scored_by`.
 
     A model that did not respond at one of the starts does not count as changed.
     """

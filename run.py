@@ -168,16 +168,16 @@ class Run:
                 flush=True,
             )
 
-    def compare_judges(self):
-        """Print a warning if the run is resumed with other reward models than at its previous start."""
+    def compare_scoring(self):
+        """Print a warning if the previous start had another reward function or other reward models."""
         starts, _ = read_lines(Path(self.config.out_dir, "starts.jsonl"))
-        if not self.step or len(starts) < 2 or not starts[-2].get("judges"):
+        if not self.step or len(starts) < 2 or not starts[-2].get("scored_by"):
             return
-        changed = reward_loop.changes_between(starts[-2]["judges"], starts[-1]["judges"])
+        changed = reward_loop.changes_between(starts[-2]["scored_by"], starts[-1]["scored_by"])
         if changed:
             print(
-                f"resuming with a different judge (not the same: {', '.join(changed)}); rewards before and "
-                f"after step {self.step} cannot be compared",
+                f"resuming with a different judge or reward function (not the same: {', '.join(changed)}); "
+                f"rewards before and after step {self.step} cannot be compared",
                 flush=True,
             )
 
@@ -464,8 +464,8 @@ class Run:
 
             self.reservation = placement.Reservation(placement.process_specs(config))
             stack.callback(self.reservation.close)
-        note_start(config, self.step, config.judges())
-        self.compare_judges()
+        note_start(config, self.step, config.scored_by())
+        self.compare_scoring()
         self.log = Log(config, self.step)
         if import_tools():
             folder = shlex.quote(str(config.out_dir))

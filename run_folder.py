@@ -541,7 +541,7 @@ def output_of(*command: str) -> str:
     return ""
 
 
-def note_start(config, step: int, judges: dict | None = None) -> None:
+def note_start(config, step: int, scored_by: dict | None = None) -> None:
     """Write config.json, and append a line to starts.jsonl. The run resumes after `step` steps (0: new).
 
     Neither file contains secrets.
@@ -570,7 +570,7 @@ def note_start(config, step: int, judges: dict | None = None) -> None:
         "commit": commit,
         "versions": versions,
         "machine": f"{platform.node()}: {', '.join(hardware)}, device {config.device}",
-        "judges": judges,
+        "scored_by": scored_by,
     }
     with open(Path(config.out_dir, "starts.jsonl"), "a") as file:
         file.write(json.dumps(line) + "\n")

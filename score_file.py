@@ -195,13 +195,9 @@ def run(config: Config):
         )
         return
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
-        "reward_fn": config.reward_fn,
-        # The arguments may contain keys, so the file gets only their digest.
-        "reward_kwargs": hashlib.sha256(config.reward_kwargs.encode()).hexdigest(),
         "genrm": list(config.genrm),
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
-        "files": job.files,
-    } | config.judges()
+    } | config.scored_by()
 
     def check(done, at_least):
         rate = no_verdict_rate(done.values(), at_least)

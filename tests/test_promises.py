@@ -36,7 +36,10 @@ KEPT_BY = {
         "test_grpo_trainer.test_a_run_without_verdicts_stops_with_a_word_on_why",
         "test_score_file.test_command_line_stops_when_the_judge_stays_down_and_resumes",
     ),
-    "All samples of a run are scored by the same version of the reward function.": (
+    "From one start of a run to the next, all samples are scored by the same version of the reward function. "
+    "A run that resumes with another function, other `--reward-kwargs` or other judges says so.": (
+        "test_run.test_a_run_that_resumes_with_another_reward_function_says_so",
+        "test_run.test_a_run_that_resumes_with_another_judge_says_so",
         "test_reward_loop.test_a_run_scores_with_one_version_of_its_function",
         "test_reward_loop.test_a_file_that_a_call_imports_after_an_edit_scores_nothing",
         "test_score_file.test_resume_takes_the_same_data_and_settings_only_and_can_end",

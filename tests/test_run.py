@@ -398,10 +398,36 @@ def test_a_run_that_resumes_with_another_judge_says_so(tmp_path, model, tokenize
     for version, told in (("1st", 0), ("1st", 0), ("2nd judge", 1), ("2nd judge", 0)):
         if told or not (judge / "model.safetensors").exists():
             (judge / "model.safetensors").write_text(version)
-        run_folder.note_start(run.config, run.step, run.config.judges())
-        run.compare_judges()
-        line = "resuming with a different judge (not the same: the model genrm); rewards before and after "
+        run_folder.note_start(run.config, run.step, run.config.scored_by())
+        run.compare_scoring()
+        line = "resuming with a different judge or reward function (not the same: the model genrm); rewards "
         assert capsys.readouterr().out.count(line) == told
+    run.lock.close()
+
+
+def test_a_run_that_resumes_with_another_reward_function_says_so(tmp_path, model, tokenizer, capsys):
+    write_checkpoint(tmp_path, model, tokenizer)
+    file = tmp_path / "own.py"
+    source = "def first(data_source, solution_str, ground_truth, extra_info, bonus=0):\n    return bonus\n"
+    file.write_text(source + source.replace("first", "second"))
+    begun = dict(reward_fn=f"{file}:first", reward_kwargs="{}")
+    run = prepared(tmp_path, model, tokenizer, resume="auto", **begun)
+    for changes, told in (
+        ({}, None),
+        ({}, None),
+        ({"reward_kwargs": '{"bonus": 2}'}, "reward_kwargs"),
+        ({"reward_kwargs": '{"bonus": 2}', "reward_fn": f"{file}:second"}, "reward_fn"),
+        ({}, "reward_fn, reward_kwargs"),
+        ({"edit": True}, "files"),
+    ):
+        if changes.pop("edit", False):
+            file.write_text(source.replace("return bonus", "return bonus + 1"))
+        config = dataclasses.replace(run.config, **begun | changes)
+        run_folder.note_start(config, run.step, config.scored_by())
+        run.compare_scoring()
+        line = f"resuming with a different judge or reward function (not the same: {told}); rewards before "
+        output = capsys.readouterr().out
+        assert (line in output) == ("different judge or reward function" in output) == bool(told)
     run.lock.close()
 
 
@@ -416,11 +442,11 @@ def test_a_run_that_resumes_with_judges_of_other_names_or_in_another_order_says_
     run = prepared(tmp_path, model, tokenizer, resume="auto", router_address=begun, reward_fn=reward)
     for addresses in (begun, begun, judges):
         config = dataclasses.replace(run.config, router_address=tuple(addresses))
-        run_folder.note_start(config, run.step, config.judges())
-        run.compare_judges()
+        run_folder.note_start(config, run.step, config.scored_by())
+        run.compare_scoring()
     names = ", ".join(judge.split("=")[0] for judge in judges)
     line = f"(not the same: the names of the models (quick, strict; now {names})); rewards before and "
-    assert capsys.readouterr().out.count("resuming with a different judge " + line) == 1
+    assert capsys.readouterr().out.count("resuming with a different judge or reward function " + line) == 1
     run.lock.close()
 
 
