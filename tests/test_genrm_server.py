@@ -1333,11 +1333,12 @@ def vllm(tmp_path_factory, model, tokenizer, small_ray):
         monkeypatch.setenv("RAY_ADDRESS", "local")  # start a separate Ray, even if one is running
         for name, value in forked.servers(os.environ).items():
             monkeypatch.setenv(name, value)
-        # The three servers start as for users. A server that restarts later is forked.
-        monkeypatch.setenv("FORKED_after", str(folder / "ready"))
+        # The first server of each kind starts as for users.
+        monkeypatch.setenv("FORKED_after_first", str(folder / "first"))
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
             addresses = read_addresses(process)  # starting all at once would starve other tests
+            monkeypatch.setenv("FORKED_after_first", str(folder / "first_classifier"))
             ray.init(include_dashboard=False, logging_level="warning")
             config = Config(
                 model=str(models[1]),
@@ -1348,7 +1349,6 @@ def vllm(tmp_path_factory, model, tokenizer, small_ray):
                 served_model_name="rm",
             )
             manager = RewardModelManager({"rm": config})
-            (folder / "ready").touch()
             try:
                 yield process, *addresses, manager
             finally:
