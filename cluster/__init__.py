@@ -1,1 +1,4 @@
-"""A policy on many GPUs (FSDP2), and servers on other nodes. Only runs that need them import this package."""
+"""A policy on GPUs (FSDP2), servers on other nodes, and the placement of both in Ray.
+
+Runs on GPUs, runs with several ranks and runs with --genrm import this package.
+"""

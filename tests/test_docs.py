@@ -335,11 +335,14 @@ def test_the_tables_summarise_three_seeds_per_checkpoint(evidence):
 
 
 def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
-    """Compare the percentages in the README's introduction and results, which are medians of nine runs."""
+    """Compare the percentages in the README's introduction and results, which are medians of some runs.
+
+    The introduction names the judge of each world and the number of runs next to its percentages.
+    """
     first, results = (" ".join(part.split()) for part in (ROOT / "README.md").read_text().split("## Results"))
 
-    def percent(runs, key, when="after"):
-        assert len(runs) == 9
+    def percent(runs, key, when="after", count=9):
+        assert len(runs) == count
         return f"{statistics.median(run[when][f'{key}/mean@1'] for run in runs):.0%}".replace("%", " %")
 
     runs = evidence.read()
@@ -347,8 +350,13 @@ def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
     assert f"GRPO and FAPO both reach {percent(rule, 'toy')} accuracy" in first
     assert percent(rule, "toy") == percent(fapo, "toy")
     flawed = "toy/oracle_flawed_positive_rate"
+    assert "whose errors are planted, the judge is a small trained model." in first
     assert f"**{percent(rule, flawed)} of GRPO's correct answers contain a wrong step" in first
     assert f"against {percent(fapo, flawed)} of FAPO's** (medians of nine runs)" in first
+    longer = [evidence.of(runs, name, "own0") for name in ("rule_long", "fapo_long")]
+    assert {run["steps"] for run in sum(longer, [])} == {200}
+    told = "and these fractions are {} and {}".format(*(percent(some, flawed, count=3) for some in longer))
+    assert f"the judge is an exact checker, {told} (medians of three runs of 200 steps" in first
     outcome, fapo = (evidence.of(runs, name, *evidence.SHOP) for name in ("outcome", "fapo"))
     correct = "shop/truly_correct"
     before, after = percent(outcome, correct, "before"), percent(outcome, correct)
