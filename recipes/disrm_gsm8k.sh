@@ -4,10 +4,11 @@
 #   bash recipes/disrm_gsm8k.sh POLICY REWARD_MODEL [OUT_DIR] [FURTHER FLAGS]
 #   bash recipes/disrm_gsm8k.sh Qwen/Qwen2.5-0.5B-Instruct Skywork/Skywork-Reward-V2-Qwen3-0.6B
 #
-# POLICY and REWARD_MODEL are folders or hub names. POLICY can be any instruct model. REWARD_MODEL can be any
+# POLICY and REWARD_MODEL are folders or Hub names. POLICY can be any instruct model. REWARD_MODEL can be any
 # sequence classifier with one label that vLLM can serve and whose tokenizer has a chat template. Policy, policy
 # server and reward model share one 24 GB GPU. Small models also work without a GPU.
-# It has not been run as a whole yet, only one step with two toy models.
+# It has not been run as a whole yet, only one step with two toy models. To check memory and placement, set
+# TRAINER="-m tools.plan_run".
 # If reward/score rises but reward/acc does not, the policy is hacking the reward model.
 [[ ${1:--} != -* && ${2:--} != -* && ${3:-} != -* ]] || {
   echo "usage: bash recipes/disrm_gsm8k.sh POLICY REWARD_MODEL [OUT_DIR] [FURTHER FLAGS]; flags need OUT_DIR" >&2
@@ -22,7 +23,7 @@ WHERE=()
 source "$(dirname "$0")/paths.sh"
 
 python prepare_data.py --tasks gsm8k --out-dir "$DATA" "${WHERE[@]}"
-python grpo_trainer.py --model "$POLICY" --out-dir "${RUN:-$OUT/disrm_gsm8k}" \
+python ${TRAINER:-grpo_trainer.py} --model "$POLICY" --out-dir "${RUN:-$OUT/disrm_gsm8k}" \
   --train-file "$DATA/gsm8k_train.parquet" --val-file "$DATA/gsm8k_test.parquet" \
   --genrm "$REWARD_MODEL" --reward-model-task classify --genrm-vllm-args="--max-model-len 2048" \
   --policy-gpu-share 0.5 --rollout-gpu-share 0.2 --genrm-gpu-share 0.25 \

@@ -514,11 +514,15 @@ def test_a_recipe_finds_its_data_and_keeps_its_outputs(run_recipe, tmp_path):
     assert config.out_dir == "/shared/outputs/genrm_4b" and config.keep_checkpoints == 0
 
 
-@pytest.mark.parametrize("name", [*ONE_GPU, "genrm_4b", "baseline_7b", "fapo_7b", "baseline_32b", "fapo_32b"])
+FOR_GPUS = [*ONE_GPU, "genrm_4b", "baseline_7b", "fapo_7b", "baseline_32b", "fapo_32b", "disrm_gsm8k"]
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
 def test_a_recipe_for_gpus_can_be_planned(run_recipe, name):
     """Pass the recipe's flags to tools.plan_run, with the flags of recipes/README.md."""
     (script,) = set(re.findall('TRAINER="(.*?)"', (ROOT / "recipes/README.md").read_text()))
-    config = run_recipe(name, "--gpus", "8", "--gpu-gb", "80", TRAINER=script, JUDGE_MODEL="j")
+    models = ["policy", "reward_model", ""] if name == "disrm_gsm8k" else []
+    config = run_recipe(name, *models, "--gpus", "8", "--gpu-gb", "80", TRAINER=script, JUDGE_MODEL="j")
     assert (config.gpus, config.gpu_gb) == ((8,), 80) and config.out_dir.endswith(f"/{name}")
 
 
