@@ -1,4 +1,4 @@
-"""Write docs/settings.md, which lists the settings of all scripts, from the dataclasses and their comments.
+"""Write docs/settings.md, which lists the settings of scripts, from the dataclasses and their comments.
 
     python docs/make_settings.py
 
@@ -20,10 +20,10 @@ import settings
 
 HEAD = """# Settings
 
-This page lists all settings of all scripts with their defaults. `--help` prints the same texts. To turn on a
-setting whose default is "off", pass its flag. To turn off a setting whose default is "on", put "no-" before
-its name (`--no-val-before-train`). Separate multiple values with spaces. `docs/make_settings.py` writes this
-page.
+This page lists the settings of the scripts in the top-level folder, `tools/` and `toy/`, with their defaults.
+`--help` prints the same texts. To turn on a setting whose default is "off", pass its flag. To turn off a
+setting whose default is "on", put "no-" before its name (`--no-val-before-train`). Separate multiple values
+with spaces. `docs/make_settings.py` writes this page.
 """
 OTHERS = {
     "score_file": "Scores a file of responses. It also accepts the settings in the groups\n"
@@ -101,5 +101,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-if __name__ == "__main__":
+def main() -> None:
     (DOCS / "settings.md").write_text(page())
+
+
+if __name__ == "__main__":
+    command_line.cli(main, __doc__)

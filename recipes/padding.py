@@ -1,4 +1,4 @@
-"""Which advantages teach a policy to pad its solutions? A policy with one parameter, in a minute on a CPU.
+"""Show which advantages teach a policy of one parameter to pad its solutions, in a minute on a CPU.
 
     python recipes/padding.py docs/evidence/padding.csv
 
@@ -17,8 +17,11 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
+from tyro.conf import Positional
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from algorithm import Groups, grpo
+from command_line import cli
 from policy import Sample
 from recipes.advantages import progress, steps
 
@@ -71,7 +74,13 @@ def train(advantage, penalty: float, kind: str, seed: int, updates=150, logit=-2
     return means
 
 
-def main(path: str, seeds=(0, 1, 2)) -> None:
+def main(path: Positional[Path]) -> None:
+    """Print the table, and write it to a CSV file.
+
+    Args:
+        path: CSV file to write.
+    """
+    seeds = range(3)
     rows = []
     for name, about in METHODS.items():
         curves = [train(*about, seed) for seed in seeds]
@@ -84,4 +93,4 @@ def main(path: str, seeds=(0, 1, 2)) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    cli(main, __doc__)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,22 @@ def test_a_script_in_a_folder_starts_in_both_ways_and_shows_the_documented_one(p
         assert said.startswith(f"usage: python -m {name} [-h]") and not errors, errors
         prose = [line for line in said.splitlines()[1:] if not line.startswith("    ")]
         assert max(map(len, prose)) <= 100, max(prose, key=len)
+
+
+@pytest.mark.parametrize("name", ["recipes/padding.py", "docs/make_settings.py"])
+def test_the_help_of_a_script_that_writes_a_file_writes_nothing(name, tmp_path):
+    """Run a copy, because the script may write to its own folder."""
+    for folder in ("docs", "recipes", "toy", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("models", "evidence"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "docs/settings.md").unlink()
+    before = {path for path in tmp_path.rglob("*") if path.suffix != ".pyc"}
+    done = forked.run([name, "--help"], cwd=tmp_path, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python {name} [-h]"), done.stderr
+    assert f"    python {name}" in done.stdout
+    after = {path for path in tmp_path.rglob("*") if path.suffix != ".pyc" and path.name != "__pycache__"}
+    assert after <= before
 
 
 HELP = (
