@@ -56,7 +56,7 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     """Load a model in evaluation mode.
 
     Args:
-        source: A Hugging Face folder or hub name.
+        source: A Hugging Face folder or Hub name.
         dtype: The dtype of the loaded weights; "auto" keeps the stored dtype. It becomes float32 if the model
             would round constants to the stored dtype, such as the factor of Gemma's embeddings.
         trust_remote_code: Run the Python code that comes with the model.
@@ -569,7 +569,7 @@ def add_adapters(model, options, source: str) -> None:
     Args:
         model: The model.
         options: An object with lora_rank, lora_alpha, lora_targets and seed (settings.PolicyOptions).
-        source: A folder or hub name.
+        source: A folder or Hub name.
 
     Raises:
         ValueError: A target is no plain linear layer, or the checkpoint's adapters do not fit the options.

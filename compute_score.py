@@ -1,11 +1,11 @@
 """Reward functions of FAPO (arXiv:2510.22543): one sample in, one score out.
 
-    compute_score                 outcome rule: +1 if the last \\boxed{} contains the correct answer, else -1
-    compute_score_gsm8k           outcome rule for GSM8K, which also accepts "#### N"
-    compute_score_baseline        outcome rule; a generative reward model (GenRM), if any, measures flaws
-    compute_score_fapo            outcome rule, minus `penalty` if the GenRM finds a wrong step
+    compute_score                 outcome reward: +1 if the last \\boxed{} has the correct answer, else -1
+    compute_score_gsm8k           outcome reward for GSM8K, which also accepts "#### N"
+    compute_score_baseline        outcome reward; a generative reward model (GenRM), if any, measures flaws
+    compute_score_fapo            outcome reward, minus `penalty` if the GenRM finds a wrong step
     compute_score_fapo_genrm      reward for training the GenRM itself
-    compute_score_discriminative  score of a discriminative reward model, with the outcome rule's accuracy
+    compute_score_discriminative  score of a discriminative reward model, with the outcome reward's accuracy
 
 Pass a function to grpo_trainer.py (--reward-fn compute_score.py:compute_score_fapo), or to verl as its custom
 reward function. Settings are keyword-only, so a misspelt setting raises an error. A failure is a status, not
@@ -1113,7 +1113,7 @@ async def compute_score_discriminative(
     Args:
         prompt: the messages of the prompt. The reward model's chat template renders them, including BOS.
     Returns:
-        A dict with score, and with acc and pred from the outcome rule (None if ground_truth is "").
+        A dict with score, and with acc and pred from the outcome reward (None if ground_truth is "").
     Raises:
         aiohttp.ClientError: The server failed.
         ValueError: The model has more than one label.
@@ -1166,7 +1166,7 @@ async def compute_score_fapo(
         on_no_verdict: what to do without a verdict. "none" leaves the sample unscored. "rule" scores the
             sample as if the solution were sound, as the original does. "rule" also avoids None in the
             returned numbers, because verl averages every value.
-        judge_test: also query the judge on the test split. The score is still the outcome rule's.
+        judge_test: also query the judge on the test split. The score is still the outcome reward.
         judge_wrong: also query the judge on wrong answers to get first_wrong. Their score does not change.
         keep_critique: return the text of the critique.
         genrm_chat_kwargs: arguments for the judge's chat template, such as {"enable_thinking": false}.
@@ -1225,7 +1225,7 @@ async def compute_score_fapo(
 
 
 async def compute_score_baseline(*sample, **settings) -> dict:
-    """Score by the outcome rule only, even if a GenRM measures flaws. Arguments: see compute_score_fapo."""
+    """Return the outcome reward only, even if a GenRM measures flaws. Arguments: see compute_score_fapo."""
     return await compute_score_fapo(*sample, **settings | {"penalty": None})
 
 

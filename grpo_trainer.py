@@ -1,5 +1,6 @@
 """Train a policy with GRPO and the reward loop: rollouts, rewards, advantages, update.
 
+    python prepare_data.py --tasks toy --out-dir data/toy
     python grpo_trainer.py --model data/toy/policy --train-file data/toy/toy_train.parquet \\
         --val-file data/toy/toy_test.parquet --reward-fn toy/toy_world.py:compute_score_fapo_oracle \\
         --out-dir outputs/first --total-steps 20 --train-batch-size 16 --mini-batch-size 8 \\

@@ -120,7 +120,7 @@ class Policy:
 
     Args:
         options: settings.PolicyOptions, or any object with the same attributes.
-        source: The folder or hub name to load: options.model, or a checkpoint.
+        source: The folder or Hub name to load: options.model, or a checkpoint.
         device: The device that runs the model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Convert data sets to parquet files in the trainer's row schema, which is the schema of verl.
+"""Convert data sets to Parquet files in the trainer's row schema, which is the schema of verl.
 
     python prepare_data.py --tasks dapo aime24 aime25 gpqa --out-dir data     # the paper's problems
     python prepare_data.py --tasks critic processbench --out-dir data         # to train and evaluate a judge
@@ -14,7 +14,7 @@ Each data set becomes OUT_DIR/<data_source>_<split>.parquet with these fields:
                  index of the first wrong paragraph, or -1
     extra_info   {"split", "index", "question", ...}; judge rows also have total_steps and subset
 
-A file in --source-dir (parquet, JSON, JSONL or CSV) belongs to a data set if its name starts with the data
+A file in --source-dir (Parquet, JSON, JSONL or CSV) belongs to a data set if its name starts with the data
 source. The first word "train" or "test" in the name gives the split (gsm8k_train_2000.jsonl). Without such a
 word, the file belongs to the first split of the data set (aime24.jsonl: test). Files of other splits, such as
 gsm8k_dev.jsonl, are ignored.
@@ -106,7 +106,7 @@ def validate_row(row: dict, where: str) -> None:
 
 
 def read_rows(path: Path, needed=()) -> list[dict]:
-    """Read the rows of a parquet, JSONL, JSON or CSV file.
+    """Read the rows of a Parquet, JSONL, JSON or CSV file.
 
     A JSON file contains a list of objects, or a sequence of objects that may span several lines each. If
     there are `needed` columns, each row must have these columns, a data source and a ground truth. Raises
@@ -387,8 +387,8 @@ class Source(NamedTuple):  # An output file and the source of its rows.
     task: str
     data_source: str
     split: str
-    repo: str  # on the Hugging Face hub
-    files: str  # glob pattern of the files on the hub
+    repo: str  # on the Hugging Face Hub
+    files: str  # glob pattern of the files on the Hub
     answer: str = ANSWER  # answer columns of the Hub and of common copies, to try in this order
     build: object = build_math  # raw row -> row, or None to leave it out
 
@@ -471,7 +471,7 @@ class Config:
     # file there). reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package
     # reasoning-gym, with optional settings.
     tasks: list[Task | str]
-    out_dir: Path = Path("data")  # Directory of the parquet files; ~ is expanded.
+    out_dir: Path = Path("data")  # Directory of the Parquet files; ~ is expanded.
     # Directory of local files to convert. Default: download from the Hub.
     source_dir: Annotated[Path | None, IN_WORDS] = None
     seed: int = 0  # Random seed for the order of GPQA's choices and the problems of toy and reasoning_gym.
@@ -539,7 +539,7 @@ def write_table(out: Path, rows: list[dict], schema=None, names: str = "") -> di
     """
     table = pa.Table.from_pylist(rows, schema=schema)
     replaced = ""
-    with contextlib.suppress(OSError, ValueError):  # There is no such file, or it is not a parquet file.
+    with contextlib.suppress(OSError, ValueError):  # There is no such file, or it is not a Parquet file.
         before = pq.read_metadata(out).num_rows
         if before != len(rows):
             replaced = f" (replaces {before} rows)"

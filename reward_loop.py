@@ -84,7 +84,8 @@ log = logging.getLogger("reward_loop")
 class RewardOptions:
     """Options for scoring samples, inherited by the configuration of every program that scores samples."""
 
-    # Reward function, as FILE:NAME. Default: the outcome rule, or the score of a discriminative reward model.
+    # Reward function, as FILE:NAME. Default: the outcome reward (compute_score.py:compute_score), or the
+    # score of a discriminative reward model.
     reward_fn: str | None = None
     # Arguments for every call of --reward-fn, as a JSON object such as '{"penalty": 0.5}'.
     reward_kwargs: str = "{}"

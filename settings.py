@@ -24,7 +24,7 @@ from command_line import check_unused, json_object, split_arguments
 class PolicyOptions:
     """Settings of the policy and its training. The defaults are the paper's for FAPO-7B."""
 
-    model: str  # Policy model: a Hugging Face folder, or a hub name such as Qwen/Qwen2.5-Math-7B.
+    model: str  # Policy model: a Hugging Face folder, or a Hub name such as Qwen/Qwen2.5-Math-7B.
     trust_remote_code: bool = False  # Run the Python code that comes with the model.
     max_positions: int = 0  # New value of the model's max_position_embeddings; 0: keep the old value.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses it as well.
@@ -39,9 +39,11 @@ class PolicyOptions:
     # log-probabilities weighted by the clipped ratio (cispo), or your own function FILE:NAME.
     loss: str = "clip"
     loss_kwargs: str = "{}"  # JSON object of arguments for every call of --loss.
-    # Lower clip range of the ratio; default: 0.2 for clip, 0.0003 for gspo, 1 for cispo.
+    # The ratio is clipped from below at 1 minus this number; default: 0.2 for clip, 0.0003 for gspo, 1 for
+    # cispo.
     clip_low: float | None = None
-    # Upper clip range of the ratio (clip-higher); default: 0.28, 0.0004 for gspo, 4 for cispo.
+    # The ratio is clipped from above at 1 plus this number (clip-higher); default: 0.28 for clip, 0.0004 for
+    # gspo, 4 for cispo.
     clip_high: float | None = None
     # Upper bound of the ratio for negative advantages (dual clip of --loss clip), above 1; default: 10.
     clip_c: float | None = None
@@ -66,7 +68,8 @@ class PolicyOptions:
     lora_alpha: int = 0  # LoRA alpha: adapters are scaled by alpha / rank; 0: 2 x rank.
     # Layers with LoRA adapters: all-linear, or names such as q_proj v_proj.
     lora_targets: tuple[str, ...] = ("all-linear",)
-    # Tokens per forward and backward pass, including padding; 0: 16384 on a GPU, 2048 on a CPU.
+    # Maximum number of tokens per forward and backward pass, including padding; a longer sequence gets a
+    # separate pass. 0: 16384 on a GPU, 2048 on a CPU.
     max_tokens_per_micro_batch: int = 0
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
     # Compile the model's layers with torch.compile. Intended for --rollout vllm on GPUs.
@@ -81,11 +84,12 @@ class PolicyOptions:
 class Config(reward_loop.RewardOptions, PolicyOptions):
     """Settings of a training run, including those of the reward loop and of the policy."""
 
-    # Training data: parquet or JSONL files in the format that prepare_data.py writes.
+    # Training data: Parquet or JSONL files in the format that prepare_data.py writes.
     train_file: Annotated[str | tuple[str, ...], arg(metavar="FILE [FILE ...]")]
     # Output directory of the run: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints/.
     out_dir: str
-    # Validation data in the format of --train-file; FILE:4 samples 4 responses per row of FILE.
+    # Validation data in the format of --train-file; FILE:4 samples 4 responses per row of FILE. Default: no
+    # evaluation.
     val_file: tuple[str, ...] = ()
     # JSON object of arguments for the policy's chat template, such as '{"enable_thinking": false}'.
     chat_template_kwargs: str = "{}"
@@ -119,7 +123,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     rollout_vllm_args: str = ""
     rollout_batch_size: int = 512  # Maximum number of sequences that a sampler generates at once.
     group_size: int = 8  # Number of samples per prompt.
-    # Roll out and score the next step during the update, with weights that are one step old.
+    # Roll out and score the next step during the update, with weights that are one step old. Needs
+    # --rollout vllm and --reward-mode standalone.
     overlap: bool = False
     # Stop the run if rollout/logprob_diff exceeds this bound, or twice this bound if the samples are from
     # weights that are one step old (--overlap).

@@ -42,7 +42,7 @@ class PolicyGroup:
 
     Args:
         config: The trainer's configuration.
-        source: A folder or hub name.
+        source: A folder or Hub name.
         reservation: The reservation for the processes named "rank". By default, the group makes one.
 
     Raises:

@@ -27,7 +27,7 @@ python ${TRAINER:-grpo_trainer.py} --model Qwen/Qwen2.5-Math-1.5B --out-dir "$OU
   --train-file "$DATA/math-dapo_train.parquet" --val-file "$DATA/aime24_test.parquet" \
   --reward-fn compute_score.py:compute_score_fapo \
   --reward-kwargs '{"penalty": 1.0, "genrm_max_tokens": 3072, "judge_test": true}' \
-  --genrm "${JUDGE_MODEL:?set it to the folder or hub name of a judge}" --genrm-gpu-share 0.16 \
+  --genrm "${JUDGE_MODEL:?set it to the folder or Hub name of a judge}" --genrm-gpu-share 0.16 \
   --genrm-vllm-args="--max-model-len 8192" --policy-gpu-share 0.52 --rollout-gpu-share 0.26 \
   --lora-rank 32 --lora-alpha 64 --max-tokens-per-micro-batch 4096 --gradient-checkpointing \
   --train-batch-size 64 --mini-batch-size 16 --max-prompt-length 1024 --max-response-length 3072 \

@@ -10,7 +10,7 @@
 # check memory and placement, set TRAINER="-m tools.plan_run".
 # Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 74 GB for the models
 # (66 GB with JUDGE).
-# Pass --model as a folder on the shared file system. A hub name is downloaded on each node, unless HF_HOME was
+# Pass --model as a folder on the shared file system. A Hub name is downloaded on each node, unless HF_HOME was
 # set to a shared folder on each node before `ray start`.
 source "$(dirname "$0")/paths.sh"
 

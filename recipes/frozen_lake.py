@@ -190,7 +190,7 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
 
 @dataclass
 class Config:
-    """Writes the rows, and trains the runs' initial policy on the games of a wandering player."""
+    """Write the rows and train the initial policy of recipes/public_lake.sh, or write a --report."""
 
     out_dir: Path = Path("data/lake")  # Output directory for the rows and the policy.
     seed: int = 0  # Random seed for the games and the weights.

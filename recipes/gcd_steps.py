@@ -150,10 +150,10 @@ def table(rows: list[dict]) -> str:
 
 @dataclass
 class Config:
-    """Trains the runs' initial policy on correct solutions, and stops early."""
+    """Train the initial policy of recipes/public_flaws.sh on correct solutions, or print a --report."""
 
     out_dir: Path = Path("data/gcd/policy0")  # Output directory for the policy.
-    base: str = ""  # Chat model to start from, a folder or a hub name. Default: a new Llama with 1 M weights.
+    base: str = ""  # Chat model to start from, a folder or a Hub name. Default: a new Llama with 1 M weights.
     seed: int = 0  # Random seed for the weights and the training problems.
     stop_at: float = 0.4  # Stop when the mean probability of correct solutions reaches this value.
     most_steps: int = 4000  # Maximum number of training steps, each with 16 solutions.

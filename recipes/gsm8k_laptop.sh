@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSM8K without a GPU: trains a small instruct model (a folder or a hub name) using GRPO, the outcome reward and a
+# GSM8K without a GPU: trains a small instruct model (a folder or a Hub name) using GRPO, the outcome reward and a
 # small format reward (gsm8k_reward.py). recipes/README.md reports results and times.
 #
 #   bash recipes/gsm8k_laptop.sh HuggingFaceTB/SmolLM2-135M-Instruct [OUT_DIR] [FURTHER FLAGS]

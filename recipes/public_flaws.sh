@@ -5,7 +5,7 @@
 # the results.
 #   bash recipes/public_flaws.sh 0 outputs/gcd0          # SEED OUT_DIR [TRAINER FLAGS]
 #   START=1 bash recipes/public_flaws.sh 0 outputs/gcd1  # another initial policy: the seed of its training
-# A pretrained chat model (a folder or a hub name) as the policy, which is first trained to write such solutions:
+# A pretrained chat model (a folder or a Hub name) as the policy, which is first trained to write such solutions:
 #   BASE=HuggingFaceTB/SmolLM2-135M-Instruct bash recipes/public_flaws.sh 0 outputs/gcd_smollm2 \
 #     --total-steps 30 --train-batch-size 8 --mini-batch-size 4 --lr 1e-5
 set -euo pipefail
