@@ -273,6 +273,25 @@ def test_the_readmes_equations_are_the_codes():
         assert f"`{function.__name__}`" in section
 
 
+def test_the_map_of_the_paper_names_what_exists():
+    """Each name, file and key exists, and the file refers to the equation or table of the paper."""
+    section = (
+        (ROOT / "docs/algorithms.md").read_text().split("## From the paper to the code")[1].split("\n## ")[0]
+    )
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
+    assert 10 <= len(rows) <= 12
+    for paper, code, recipe, _ in rows:
+        names = re.findall(r"`([\w/]+)\.py(?::(\w+))?`", code)
+        assert names
+        for file, name in names:
+            assert hasattr(load(file), name or "__doc__")
+        files = [ROOT / f"{file}.py" for file, _ in names]
+        files += [ROOT / file for file in re.findall(r"recipes/\w+\.sh", recipe)]
+        assert all(path.is_file() for path in files)
+        for place in re.findall("(eq. (?:8 and 11|[0-9])|Table 1|appendix [AF])", paper):
+            assert any(place in path.read_text() for path in files), place
+
+
 def test_the_readmes_functions_run(tmp_path):
     """Call the reward function.
 
