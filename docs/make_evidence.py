@@ -462,7 +462,7 @@ def ranking(runs: list[dict], about: dict) -> str:
         # The fastest run counts, because other runs shared its core.
         seconds = min(run["seconds"] for run in every if "seconds" in run)
         cells += [median_calls(every, "after"), f"{seconds:.0f}", str(len(every))]
-        cells.append(f"`{flags}`" if flags else "none")
+        cells.append(f"`{flags}`" if flags else "")
         title = TITLES[about["titles"]][name].replace("`", "")
         ranked.append((-fmean(scores), [title, *cells]))
     heads = ["method", *(f"checkpoint {world[-1]}" for world in worlds), "mean", "flawed-positive rate"]

@@ -801,7 +801,7 @@ def test_the_numbers_on_penalties_are_those_of_the_runs(evidence):
         for run in sorted(evidence.of(runs, name, "third_weak"), key=lambda run: run["seed"]):
             told.append(run["after"]["toy/truly_correct/mean@1"])
     three = "{:.2f}, {:.2f} and {:.2f}"
-    assert f"answers end at {three}, compared with {three} with λ = 1, and {{:.2f}}".format(*told) in text
+    assert f"answers end at {three}, with λ = 1 at {three}, and with λ = 0 at {{:.2f}}".format(*told) in text
     names = ("penalty2", "later2", "fapo_oracle", "rule")
     told = [middle(name, "own0", "toy/truly_correct") for name in names]
     said = "ends at {} (forbidden from the start), {} (forbidden later), {} (λ = 1) and {} (λ = 0;"

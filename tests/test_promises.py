@@ -55,7 +55,7 @@ KEPT_BY = {
         "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
     ),
     "A run can be stopped at any time and resumes from its newest checkpoint. On a CPU with "
-    "`--rollout hf`, the result is identical to that of an uninterrupted run.": (
+    "`--rollout hf`, the result is the same as without the interruption.": (
         "test_grpo_trainer.test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run",
         "test_grpo_trainer.test_a_run_leaves_what_it_promises_and_resumes_exactly",
         "test_lora.test_a_run_that_goes_on_is_the_uninterrupted_run_and_ends_as_one_model",
