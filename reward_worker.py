@@ -27,6 +27,8 @@ import queue
 import resource
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -35,7 +37,7 @@ import time
 import traceback
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -457,7 +459,8 @@ class Grader(threading.Thread):
 
     def open(self):
         """Start the process and wait until it has loaded the function. Raise ValueError if loading fails."""
-        self.pipe, its = Pipe()
+        self.pipe, its = socket.socketpair()  # Unlike a Connection, a socket can send with a time limit.
+        its.setblocking(True)  # The function's module may have called socket.setdefaulttimeout.
         self.process = subprocess.Popen(
             [sys.executable, "-u", str(HERE / "reward_worker.py"), str(its.fileno())],
             pass_fds=[its.fileno()],
@@ -478,15 +481,21 @@ class Grader(threading.Thread):
             OSError, EOFError: The process died or sent an invalid response.
             TimeoutError: The process did not respond within `timeout` seconds.
         """
-        due = time.monotonic() + min(timeout, 1e6)  # `poll` does not accept infinity.
-        self.pipe.send_bytes(b"%d " % number + message)
+        message = b"%d " % number + message
+        limit = min(timeout, 1e6)  # `settimeout` does not accept infinity.
+        due = time.monotonic() + limit
         chunks = []
-        while not chunks or b"\n" not in chunks[-1]:
-            if not self.pipe.poll(max(0.0, due - time.monotonic())):
-                raise TimeoutError(f"no result within {timeout:g} s")
-            chunks.append(os.read(self.pipe.fileno(), 1 << 20))
-            if not chunks[-1]:
-                raise EOFError
+        try:
+            self.pipe.settimeout(limit)
+            # The header is that of a long message for `Connection.recv_bytes`.
+            self.pipe.sendall(struct.pack("!iQ", -1, len(message)) + message)
+            while not chunks or b"\n" not in chunks[-1]:
+                self.pipe.settimeout(max(0.001, due - time.monotonic()))  # 0 would mean not to wait at all.
+                chunks.append(self.pipe.recv(1 << 20))
+                if not chunks[-1]:
+                    raise EOFError
+        except TimeoutError:
+            raise TimeoutError(f"no result within {timeout:g} s") from None
         line, _, rest = b"".join(chunks).partition(b"\n")
         answered, _, result = line.partition(b" ")
         if answered != b"%d" % number or rest:  # The function itself wrote to the pipe.

@@ -485,6 +485,16 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
     ] * 2  # one per worker
 
 
+def test_the_time_limit_covers_a_sample_that_the_process_does_not_read(start):
+    """The sample is larger than the pipe's buffer, so sending it blocks."""
+    manager = start(f"{FAULTS}:sync_fault", timeout=3.0)
+    pid = manager.score_batch([sample("pid")])[0]["reward_extra_info"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    result = manager.submit(sample("x" * 1_000_000)).result(30)
+    assert result["status"] == "timeout" and "no result within 3 s" in result["reward_extra_info"]["error"]
+    assert not alive(pid) and manager.score_batch([sample("one")])[0]["status"] == "ok"
+
+
 @pytest.mark.slow
 def test_async_function_that_ends_its_worker(shared):
     """The worker dies twice with the sample.
