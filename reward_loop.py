@@ -465,16 +465,18 @@ class RewardLoopManager:
     def score_batch(self, samples: list[dict], on_result=None) -> list[dict]:
         """Score samples and return the results in the same order.
 
-        Sleeping reward models wake up for this call only. A function with `solution_strs` gets the groups of
-        `by_group`. on_result(index, result) is called as soon as a result arrives; its errors end the batch.
+        Sleeping reward models wake up for this call only; after Ctrl-C, they stay awake. A function with
+        `solution_strs` gets the groups of `by_group`. on_result(index, result) is called as soon as a result
+        arrives; its errors end the batch.
         """
         from tqdm import tqdm
 
         groups = [[index] for index in range(len(samples))]
         if self.job.sees_group:
             groups = by_group(samples)
-        if self.reward_models:
-            self.reward_models.wake_up()
+        models = self.reward_models
+        if models:
+            models.wake_up()
         indices = {}  # future -> index of its sample
         try:
             for group in groups:
@@ -485,11 +487,14 @@ class RewardLoopManager:
                 result = future.result()
                 if on_result:
                     on_result(indices[future], result)
+        except KeyboardInterrupt:
+            models = None  # Their sleep would wait for the calls in progress.
+            raise
         finally:
             for future in indices:
                 future.cancel()  # If the batch ended early, the remaining calls must not be sent.
-            if self.reward_models:
-                self.reward_models.sleep()
+            if models:
+                models.sleep()
         return [future.result() for future in sorted(indices, key=indices.get)]
 
     def shutdown(self):

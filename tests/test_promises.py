@@ -102,6 +102,7 @@ KEPT_BY = {
     "receives the signal.": (
         "test_grpo_trainer.test_ctrl_c_saves_and_leaves_cleanly",
         "test_grpo_trainer.test_ctrl_c_during_an_update_waits_for_its_end_and_a_second_one_does_not",
+        "test_reward_loop.test_ctrl_c_does_not_wait_until_the_models_sleep",
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
         "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
     ),

@@ -774,28 +774,47 @@ def test_score_one_does_not_wait_for_a_slower_neighbour_and_shutdown_ends_it(sta
         manager.score_batch([sample("one")])
 
 
+class SleepingModels:
+    """Stand in for a RewardModelManager whose models sleep, and record the calls."""
+
+    def __init__(self, address):
+        self.router_addresses = {"genrm": address}
+        self.calls = []
+
+    def check(self):
+        pass
+
+    def wake_up(self):
+        self.calls.append("wake")
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+
 @pytest.mark.slow
 def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
-    class Models:
-        router_addresses = {"genrm": serve(critic).address}
-        calls = []
-
-        def check(self):
-            pass
-
-        def wake_up(self):
-            self.calls.append("wake")
-
-        def sleep(self):
-            self.calls.append("sleep")
-
-    models = Models()
+    models = SleepingModels(serve(critic).address)
     manager = start(f"{ROOT}/compute_score.py:compute_score_fapo", reward_models=models)
     results = manager.score_batch([sample("\\boxed{1}")] * 3)
     assert [result["reward_score"] for result in results] == [1.0] * 3
     with pytest.raises(ValueError):
         manager.score_batch([{}])
     assert models.calls == ["wake", "sleep"] * 2
+
+
+def test_ctrl_c_does_not_wait_until_the_models_sleep(start, serve):
+    """Sleeping waits for the calls in progress, and a batch system may kill the run before they end."""
+    models = SleepingModels(serve(critic).address)
+
+    def interrupt(index, result):
+        raise KeyboardInterrupt
+
+    manager = start(f"{FAULTS}:sync_fault", reward_models=models)
+    with pytest.raises(KeyboardInterrupt):
+        manager.score_batch([sample("one")] * 3, interrupt)
+    assert models.calls == ["wake"]
+    assert len(manager.score_batch([sample("one")])) == 1  # The program may catch the interrupt.
+    assert models.calls == ["wake", "wake", "sleep"]
 
 
 def test_a_model_without_servers_ends_the_calls_with_its_reason(start, serve):
