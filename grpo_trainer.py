@@ -332,16 +332,19 @@ def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: st
     """Raise RuntimeError if too many of the samples that needed a verdict have none.
 
     One lost verdict must not stop a run in which few samples need one. So the rate divides by at least
-    MIN_VERDICTS (or by all samples, if there are fewer), and a step with few samples that need a verdict
-    counts together with the steps before it. `groups` are the groups that were not checked before.
+    MIN_VERDICTS (or by all samples, if there are fewer), and a step with few samples that need a verdict also
+    counts together with the steps before it: all of the latest steps that together needed MIN_VERDICTS, and
+    all but the oldest of them, whose verdicts could hide later losses. `groups` are the groups that were not
+    checked before: those of a step, or with --dynamic-sampling those of a round, which counts as a step here.
     """
     recent = run.recent_verdicts[split]
-    if recent["needed"] >= MIN_VERDICTS:
-        recent.clear()
-    recent.update(verdict_counts(sample.result for sample in chain(*without_failures(groups))))
+    recent.append(verdict_counts(sample.result for sample in chain(*without_failures(groups))))
+    while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
+        del recent[0]
     samples = list(chain(*without_failures(batch.groups)))
     of_batch = verdict_counts(sample.result for sample in samples)
-    rate = max(missing_rate(of_batch), missing_rate(recent))
+    of_steps = sum(recent, Counter()), sum(recent[1:], Counter())
+    rate = max(map(missing_rate, [of_batch, *of_steps]))
     if of_batch["missing"] and rate > run.config.max_no_verdict_rate:
         first = next(sample for sample in samples if sample.result["reward_score"] is None)
         stop(

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -83,8 +83,8 @@ class Run:
         self.num_updates = 0  # optimizer steps taken by the end of the latest step
         self.num_evaluations = 0  # since this process started
         self.started = datetime.now()  # when the run first started; a resumed run keeps this time
-        # For each split, the counts of run_folder.verdict_counts since the rate was last complete.
-        self.recent_verdicts = defaultdict(Counter)
+        # For each split, the counts of run_folder.verdict_counts in the latest steps.
+        self.recent_verdicts = defaultdict(list)
         self.lock = check_folder(config, config.dry_run)  # No other run may use the directory now.
         try:
             state = self.find_checkpoint()

@@ -117,6 +117,11 @@ DOWN = {"down": 4, "wrong": 4}  # a step of 8 samples without a judge
         ([{"right": 8}, {"down": 8}], "step 2: 100% of the samples that needed"),
         ([{"right": 8}, DOWN, DOWN, DOWN], "step 4: 60% of the samples that needed"),
         ([{"right": 20}] + [{"wrong": 7, "down": 1}] * 11, "step 12: 55% of the samples that needed"),
+        # Steps count together with those before them, wherever the judge fails.
+        ([{"right": 10, "wrong": 30}] + [{"down": 10, "wrong": 30}] * 2, "step 3: 100% of the samples that"),
+        ([{"right": 10, "wrong": 30}] * 4 + [{"down": 10, "wrong": 30}] * 2, "step 6: 100% of the samples"),
+        ([{"right": 19, "wrong": 30}] + [{"wrong": 7, "down": 1}] * 11, "step 12: 55% of the samples that"),
+        ([{"right": 10, "wrong": 30}, {"down": 10, "wrong": 30}] * 4, None),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -124,7 +129,7 @@ def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, mo
     """Neither does an evaluation, which counts apart from training."""
     log = SimpleNamespace(samples=lambda *arguments: None)
     config = config_of(max_no_verdict_rate=0.5)
-    run = SimpleNamespace(config=config, decode=decode, log=log, recent_verdicts=defaultdict(Counter))
+    run = SimpleNamespace(config=config, decode=decode, log=log, recent_verdicts=defaultdict(list))
     run.val_rows = []
     monkeypatch.setattr(grpo_trainer, "roll_out", lambda *arguments: None)
     monkeypatch.setattr(grpo_trainer, "wait_for_rewards", lambda *arguments: groups)

@@ -30,8 +30,10 @@ KEPT_BY = {
         "test_policy.test_samples_without_verdict_and_groups_without_spread_change_nothing",
     ),
     "A run with too few verdicts or too many failed rollouts stops and reports the reason. It stops if more "
-    "than `--max-no-verdict-rate` of the last 20 samples that needed a verdict, or of a step's rollouts, are "
-    "lost. Smaller losses are counted, but do not stop it.": (
+    "than `--max-no-verdict-rate` of a step's rollouts are lost, or of the samples that needed a verdict: in "
+    "a step, in the latest steps that together needed at least 20 verdicts, or in all but the oldest of "
+    "these steps. The denominator is at least 20, or [the number of samples if there are fewer]"
+    "(glossary.md#statuses). Smaller losses are counted, but do not stop it.": (
         "test_grpo_trainer.test_a_run_stops_for_many_failures_and_not_for_one",
         "test_grpo_trainer.test_a_run_without_verdicts_stops_with_a_word_on_why",
         "test_score_file.test_command_line_stops_when_the_judge_stays_down_and_resumes",
