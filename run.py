@@ -471,12 +471,16 @@ class Run:
             folder = shlex.quote(str(config.out_dir))
             print(f"to watch this run in a browser: python -m tools.view_run {folder} --serve", flush=True)
         stack.callback(self.log.close)
-        shares_gpus = config.reward_mode == "colocate" and config.genrm and config.device == "cuda"
-        if shares_gpus:  # The judge starts first: it allocates its memory and then sleeps.
-            self.start_rewards(stack, sleep_mode=True)
+        shares_gpus = bool(config.genrm) and config.reward_mode == "colocate" and config.device == "cuda"
+        # A judge on the policy's GPUs starts first: it allocates its memory and then sleeps. Without --genrm,
+        # errors of the reward function and of --router-address are found before the policy loads.
+        rewards_first = shares_gpus or not config.genrm
+        if rewards_first:
+            self.start_rewards(stack, sleep_mode=shares_gpus)
+        if shares_gpus:
             self.rewards.reward_models.sleep()
         self.start_policy(stack)
-        if not shares_gpus:
+        if not rewards_first:
             self.start_rewards(stack, sleep_mode=False)
         if config.rollout == "vllm":
             self.start_servers(stack)

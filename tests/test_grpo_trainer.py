@@ -462,6 +462,16 @@ def test_baseline_calls_the_function_that_only_measures(workshop, rewards_here):
 
 
 @pytest.mark.slow
+def test_an_error_of_the_judges_address_comes_before_the_policy_loads(workshop, monkeypatch):
+    monkeypatch.setattr(Run, "start_policy", lambda *arguments: pytest.fail("the policy loads"))
+    models = {"data": [{"id": "small"}, {"id": "large"}]}
+    with server(lambda path, body: {}, get=lambda path: models) as address:
+        fapo = f"{Path(grpo_trainer.__file__).parent}/compute_score.py:compute_score_fapo"
+        config = run_config(workshop, "two_judges", reward_fn=fapo, router_address=(address,))
+        with pytest.raises(ValueError, match=f"{address}: the server serves several models"):
+            grpo_trainer.train(config)
+
+
 def test_stale_weights_stop_the_run(workshop, rewards_here):
     with pytest.raises(
         RuntimeError, match="logprob_diff .* exceeds --max-logprob-diff 1e-12: the sampler does not use"
