@@ -363,9 +363,9 @@ class RewardLoopManager:
         # If another shell started Ray, workers lack this variable, so they get the key as an argument.
         self._key = router_key()
         self.max_in_flight = options.max_in_flight or 2048
-        if addresses and not options.max_in_flight:
-            address = next(iter(addresses.values()))
-            self.max_in_flight = IN_FLIGHT_PER_SERVER * count_servers(address)
+        num_servers = [count_servers(address) for address in addresses.values()]  # This also checks the key.
+        if num_servers and not options.max_in_flight:
+            self.max_in_flight = IN_FLIGHT_PER_SERVER * num_servers[0]
         if addresses and not reward_models:  # Models that a run starts have one name.
             chosen = chosen_model(next(iter(addresses.values())), self.job.kwargs)
             self.job = dataclasses.replace(self.job, kwargs=self.job.kwargs | chosen)
@@ -698,13 +698,16 @@ def get_json(address: str, path: str, timeout: float):
 
 
 def count_servers(address: str) -> int:
-    """Return the number of servers behind the router at this address, or 1 if there is no router."""
+    """Return the number of servers behind the router at this address, or 1 if there is no router.
+
+    Raises RuntimeError if the router rejects the key.
+    """
     try:
         return max(1, len(get_json(address, "/workers", timeout=10)["workers"]))
     except OSError as error:
         log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
         return 1
-    except (http.client.HTTPException, RuntimeError, ValueError, LookupError, TypeError):
+    except (http.client.HTTPException, ValueError, LookupError, TypeError):
         return 1
 
 
@@ -719,17 +722,22 @@ def listed_models(address: str) -> list[dict]:
 def served_models(addresses: dict[str, str], chosen: str | None = None) -> dict[str, str | None]:
     """Ask the server at each address for its models. Return {name: models, or None without a response}.
 
-    If the server lists the model `chosen`, only this one counts.
+    If the server lists the model `chosen`, only this one counts. Raises RuntimeError if a server rejects the
+    key.
     """
     models = {}
     for name, address in addresses.items():
         models[name] = None
-        with contextlib.suppress(Exception):  # The server does not respond or lists no models.
+        try:
             cards = listed_models(address)
             cards = [card for card in cards if card["id"] == chosen] or cards
             # Models with the same id differ in their root, which may be a folder that has been overwritten.
             texts = [f"{card['id']} {card.get('root')} {folder_digest(card.get('root'))}" for card in cards]
             models[name] = ", ".join(sorted(text.strip() for text in texts))
+        except RuntimeError:  # The server rejects the key.
+            raise
+        except Exception:  # The server does not respond or lists no models.
+            pass
     return models
 
 

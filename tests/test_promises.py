@@ -184,6 +184,7 @@ KEPT_BY = {
         "test_run.test_positions_that_depend_on_the_longest_text_of_a_batch_are_rejected",
         "test_run.test_an_option_names_the_package_that_it_lacks",
         "test_reward_loop.test_wrong_settings_are_told_at_start",
+        "test_reward_loop.test_a_router_that_rejects_the_key_ends_the_start_whatever_asks_it",
         "test_grpo_trainer.test_an_error_of_the_judges_address_comes_before_the_policy_loads",
     ),
     "No script contacts a hub unless you pass the name of a model or data set on that hub.": (

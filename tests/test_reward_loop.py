@@ -106,6 +106,7 @@ class FakeServer:
     def __init__(self, handler, port=0):
         self.handler, self.requests, self.times, self.paths, self.now, self.most = handler, [], [], [], 0, 0
         self.keys = set()
+        self.key = None  # set for a server that rejects requests with another key
         self.workers = None  # set for a router: the manager asks for the number of servers
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -123,6 +124,8 @@ class FakeServer:
         self.address = f"127.0.0.1:{self.port}"
 
     async def _handle(self, request):
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.Response(status=401)
         if request.path == "/workers":
             if self.workers is None:
                 return web.Response(status=404)
@@ -1182,6 +1185,22 @@ def test_a_router_that_rejects_the_key_ends_the_start(serve, monkeypatch):
         ) as error:
             make_manager(**options)
         assert "s3cret" not in str(error.value)
+
+
+def test_a_router_that_rejects_the_key_ends_the_start_whatever_asks_it(serve, tokenizer, monkeypatch):
+    monkeypatch.setenv("ROUTER_API_KEY", "wrong")
+    free, locked = serve(critic).address, serve(critic)
+    locked.key = "s3cret"
+    fapo = {"reward_fn": f"{ROOT}/compute_score.py:compute_score_fapo", "router_address": (locked.address,)}
+    classify = {"reward_model_task": ("classify",), "reward_model_tokenizer": tokenizer}
+    for options in (
+        fapo | {"reward_kwargs": {"genrm_model": "judge"}},
+        fapo | {"reward_kwargs": {"genrm_model": "judge"}, "max_in_flight": 9},
+        fapo | {"router_address": (f"first={free}", f"second={locked.address}")},
+        classify | {"router_address": (locked.address,)},
+    ):
+        with pytest.raises(RuntimeError, match=f"{locked.address}: wrong or missing key"):
+            make_manager(num_workers=1, **options)
 
 
 async def classifier(request):

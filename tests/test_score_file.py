@@ -13,6 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
+
 import forked
 from played import score_files_here, server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
@@ -315,6 +317,23 @@ def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_fo
     ]:
         with pytest.raises(ValueError, match=rf"different judge .*\(not the same: {name}\); delete"):
             start(**changes)
+
+
+def test_a_wrong_key_ends_the_start_also_without_a_router(tmp_path, serve, monkeypatch):
+    async def locked(request):
+        return web.Response(status=401)
+
+    monkeypatch.setattr(score_file, "start_rewards", lambda *given: pytest.fail("the scoring begins"))
+    address = serve(locked).address
+    config = score_file.Config(
+        data=write_jsonl(tmp_path / "responses.jsonl", [sample("\\boxed{1}")]),
+        out=tmp_path / "scored.jsonl",
+        reward_fn="compute_score.py:compute_score_fapo",
+        reward_kwargs='{"genrm_model": "judge"}',
+        router_address=(address,),
+    )
+    with pytest.raises(RuntimeError, match=f"{address}: wrong or missing key; set ROUTER_API_KEY"):
+        score_file.run(config)
 
 
 def test_what_is_known_of_the_models_behind_an_address(judge_folder):
