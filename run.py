@@ -464,6 +464,7 @@ class Run:
 
             self.reservation = placement.Reservation(placement.process_specs(config))
             stack.callback(self.reservation.close)
+        self.scoring_files = config.make_job().files
         note_start(config, self.step, config.scored_by())
         self.compare_scoring()
         self.log = Log(config, self.step)
@@ -492,6 +493,7 @@ class Run:
         self.rewards = reward_loop.start_rewards(
             self.config, stack, self.reservation, sleep_mode=sleep_mode, overlong=penalty
         )
+        reward_worker.check_files(self.scoring_files)  # starts.jsonl describes these versions.
         if self.rollout_runner:
             if self.config.genrm:
                 self.rollout_runner.offer_models(self.rewards.reward_models.router_addresses)

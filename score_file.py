@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from command_line import one_line_errors, parse_command_line
 from prepare_data import checked_row, errors_at, read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
+from reward_worker import check_files
 from run_folder import averages, no_verdict_rate, read_lines
 
 COLUMNS = {
@@ -101,7 +102,9 @@ def score_samples(
         why = f"--out: cannot write to {partial.parent} ({error.strerror}); pass another folder"
         raise OSError(why) from error
     with contextlib.ExitStack() as stack:
+        files = options.make_job().files
         manager = start_rewards(options, stack)
+        check_files(files)  # The header describes these versions.
         file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # line by line
         file.write("\n" if file.tell() else "")  # The last line may be truncated.
         file.write(json.dumps(header) + "\n")

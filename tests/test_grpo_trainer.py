@@ -472,6 +472,25 @@ def test_an_error_of_the_judges_address_comes_before_the_policy_loads(workshop, 
             grpo_trainer.train(config)
 
 
+def test_a_reward_function_that_is_edited_while_a_run_starts_ends_the_start(workshop, rewards_here, tmp_path):
+    """Otherwise, starts.jsonl would name another version of the function than the one that scores."""
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD)
+    start = reward_loop.start_rewards
+
+    def edit_and_start(*arguments, **options):
+        file.write_text(REWARD + "# edited")
+        return start(*arguments, **options)
+
+    config = run_config(workshop, "edited", reward_fn=f"{file}:likes_sevens")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ValueError, match="reward.py has changed since"),
+    ):
+        patch.setattr(reward_loop, "start_rewards", edit_and_start)
+        grpo_trainer.train(config)
+
+
 def test_stale_weights_stop_the_run(workshop, rewards_here):
     with pytest.raises(
         RuntimeError, match="logprob_diff .* exceeds --max-logprob-diff 1e-12: the sampler does not use"

@@ -44,6 +44,8 @@ KEPT_BY = {
         "test_run.test_a_run_that_resumes_with_another_judge_says_so",
         "test_reward_loop.test_a_run_scores_with_one_version_of_its_function",
         "test_reward_loop.test_a_file_that_a_call_imports_after_an_edit_scores_nothing",
+        "test_grpo_trainer.test_a_reward_function_that_is_edited_while_a_run_starts_ends_the_start",
+        "test_score_file.test_a_function_that_is_edited_while_a_judge_starts_scores_nothing",
         "test_score_file.test_resume_takes_the_same_data_and_settings_only_and_can_end",
         "test_score_file.test_resume_notices_another_judge_behind_the_address",
     ),

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 import forked
-from played import score_files_here, server
+from played import RewardsHere, score_files_here, server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
@@ -334,6 +334,21 @@ def test_a_wrong_key_ends_the_start_also_without_a_router(tmp_path, serve, monke
     )
     with pytest.raises(RuntimeError, match=f"{address}: wrong or missing key; set ROUTER_API_KEY"):
         score_file.run(config)
+
+
+def test_a_function_that_is_edited_while_a_judge_starts_scores_nothing(tmp_path, monkeypatch):
+    """Otherwise, the header would name another version of the function than the one that scored."""
+    function = write_function(tmp_path, "def ask(solution_str, **_):\n    return 1.0\n")
+
+    def start(options, stack):
+        write_function(tmp_path, "def ask(solution_str, **_):\n    return 2.0\n")
+        return RewardsHere(options)
+
+    monkeypatch.setattr(score_file, "start_rewards", start)
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
+    with pytest.raises(ValueError, match="asking.py has changed since the run began; restore the file"):
+        score_file.run(score_file.Config(data=data, out=tmp_path / "scored.jsonl", reward_fn=function))
+    assert not (tmp_path / "scored.jsonl").exists()
 
 
 def test_what_is_known_of_the_models_behind_an_address(judge_folder):
