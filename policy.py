@@ -446,6 +446,9 @@ class Policy:
         named = self.trainable() if self.has_adapters else self.model.state_dict().items()
         weights = {}
         for name, tensor in named:
+            # save_pretrained omits a tied weight only if it shares memory, which gathered weights do not.
+            if name in self.model.all_tied_weights_keys:
+                continue
             tensor = gather_full(tensor.detach().to(self.device))  # Every rank must take part.
             if not tensor.isfinite().all():
                 raise RuntimeError(f"the weight {name} is not finite, so nothing was saved; lower --lr")

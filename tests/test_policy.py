@@ -823,6 +823,18 @@ def test_servers_get_the_names_and_the_numbers_of_the_models_files(tmp_path, nam
     assert load_file(tmp_path / "saved/model.safetensors").keys() == own.keys()
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_a_checkpoint_has_a_tied_head_only_once(tmp_path, name, monkeypatch):
+    """Weights that are copied from a GPU or gathered from several ranks no longer share memory."""
+    of_family(name, **FAMILIES[name] | dict(tie_word_embeddings=True)).save_pretrained(tmp_path / "own")
+    policy = Policy(config_of(), str(tmp_path / "own"), CPU)
+    monkeypatch.setattr(policy_file, "gather_full", torch.clone)
+    policy.save(tmp_path / "saved")
+    own, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("own", "saved"))
+    assert saved.keys() == own.keys() and "lm_head.weight" not in saved
+    assert all(torch.equal(saved[key], weight) for key, weight in own.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
 def test_a_cap_in_the_attention_is_computed(name):
