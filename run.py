@@ -24,7 +24,7 @@ from pathlib import Path
 import ray
 import torch
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
@@ -215,6 +215,14 @@ class Run:
         replace(config.policy_servers(), model=self.base_model).check()
         trust = config.trust_remote_code
         self.model_config = read_config(self.base_model, trust, config.max_positions)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.model_config), None)
+        has_encoder = self.model_config.get_text_config() is not self.model_config
+        # For some of these models, transformers loads only the language model, which has a config of its own.
+        if config.rollout != "hf" and has_encoder and kind and kind.config_class is type(self.model_config):
+            raise ValueError(
+                f"--model {self.base_model}: vLLM cannot serve {kind.__name__} without an image processor, "
+                "which the run does not copy; pass a text-only model, or --rollout hf on a CPU"
+            )
         try:
             self.tokenizer = load_tokenizer(self.base_model, trust)
         except json.JSONDecodeError as error:

@@ -744,6 +744,21 @@ def test_parts_of_a_model_that_are_left_out_are_named(tmp_path, model, tokenizer
     assert told in capsys.readouterr().out
 
 
+def test_a_model_that_is_loaded_with_its_vision_encoder_is_rejected_with_servers(tmp_path, model, tokenizer):
+    """Checkpoints and the servers' folder lack its image processor. In this process, none is needed."""
+    run = prepared(tmp_path, model, tokenizer, dry_run=True, reward_mode="standalone")
+    run.lock.close()
+    parts = dict(text_config=dict(vocab_size=len(tokenizer)), vision_config=dict(num_hidden_layers=1))
+    AutoConfig.for_model("gemma3", **parts).save_pretrained(tmp_path / "model")
+    told = "/model: vLLM cannot serve Gemma3ForConditionalGeneration without an image processor"
+    for rollout in ("auto", "vllm"):
+        with pytest.raises(ValueError, match=f"^--model {tmp_path}{told}, .*; pass a text-only model, or"):
+            grpo_trainer.Run(dataclasses.replace(run.config, rollout=rollout))
+    grpo_trainer.Run(dataclasses.replace(run.config, rollout="hf")).lock.close()
+    AutoConfig.for_model("gemma3_text", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    grpo_trainer.Run(dataclasses.replace(run.config, rollout="vllm")).lock.close()
+
+
 def test_a_checkpoint_names_all_tokens_at_which_the_run_stops(tmp_path, model, tokenizer):
     """The tokenizer of a base model may have the chat's end token.
 
