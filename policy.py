@@ -418,8 +418,10 @@ class Policy:
         """Yield the name and the full tensor of every weight, with adapters merged.
 
         The names are those of checkpoint files, as vLLM expects. In memory, transformers uses other names and
-        stores all experts of a layer in one tensor. A tied head is yielded like any other weight.
+        stores all experts of a layer in one tensor. A tied head is yielded like any other weight. Buffers in
+        float32 are not cast, because vLLM keeps the biases that route tokens to experts in float32 as well.
         """
+        buffers = dict(self.model.named_buffers())
         if self.has_adapters:
             named = merged_weights(self.model)
         else:
@@ -427,7 +429,8 @@ class Policy:
         for _, of_layer in groupby(named, lambda item: LAYER.match(item[0])[0]):
             tensors = {}
             for name, tensor in of_layer:
-                tensor = tensor.detach().to(self.device, dtype or tensor.dtype)
+                is_exact = name in buffers and tensor.dtype == torch.float32
+                tensor = tensor.detach().to(self.device, None if is_exact else dtype)
                 tensors[name] = gather_full(tensor)  # Casting first leaves less to gather.
             yield from revert_weight_conversion(self.model, tensors).items()
 

@@ -571,13 +571,15 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # names in safetensors 
 
 
 def packs(weights, folder: "WeightFolder | None" = None):
-    """Yield the contents of safetensors files (arrays of bytes) with these named tensors, all of one dtype.
+    """Yield the contents of safetensors files (arrays of bytes) with these named tensors.
 
     Each tensor is copied only once: into a memory-mapped file of the folder, or without a folder into a
     buffer. The buffer is reused, so the caller must finish with each array before it requests the next one.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     for number, tensors in enumerate(portions(weights)):
+        # Larger elements come first, because each tensor must be aligned to the size of its elements.
+        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         header = header_of(tensors)
         size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
         if folder:

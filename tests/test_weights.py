@@ -5,6 +5,7 @@ import mmap
 import os
 import shutil
 import socket
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,8 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
-from transformers import Qwen3MoeConfig
+from transformers import Gemma2Config, Gemma2ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig
+from transformers import LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 import rollout
 from cluster import ranks
@@ -272,6 +273,27 @@ def test_a_model_without_a_head_in_vllm_is_sent_none(kind, has_head):
     about = policy.model_info()
     files = rollout.model_files(about, SimpleNamespace(save_pretrained=lambda folder: None))
     assert json.loads(files["config.json"])["tie_word_embeddings"] == (not has_head)
+
+
+def test_the_biases_that_route_tokens_to_experts_are_not_rounded(tmp_path, monkeypatch):
+    """The trainer and vLLM keep them in float32. A bf16 tensor of odd size before them changes nothing."""
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=8, moe_intermediate_size=8, head_dim=8)
+    heads = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=1)
+    experts = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1)
+    policy = policy_of(Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **heads, **experts, pad_token_id=0)))
+    policy.model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(3 + torch.arange(8) / 1000)
+    monkeypatch.setattr(WeightFolder, "mapped", {})
+    folder = WeightFolder(str(tmp_path / "folder"), {})
+    odd = torch.ones(3)
+    list(packs(chain([("odd", odd.bfloat16())], rollout.served_weights(policy, torch.bfloat16)), folder))
+    served = load_file(folder.path / "model.safetensors")
+    stored = dict(policy.weights()) | {"odd": odd}
+    assert served.keys() == stored.keys()
+    for name, tensor in served.items():
+        dtype = torch.float32 if "e_score" in name else torch.bfloat16
+        assert tensor.dtype == dtype and torch.equal(tensor, stored[name].to(dtype)), name
+    assert [tensor.dtype for tensor in served.values()].count(torch.float32) == 1
+    folder.close()
 
 
 class Told:
