@@ -803,6 +803,7 @@ class Wave:
     trajectories: list = field(default_factory=list)
     arguments: list[dict] = field(default_factory=list)  # One dict for each trajectory's call.
     waiting: dict[int, TurnRequest] = field(default_factory=dict)  # The next round will sample these.
+    requests: dict[int, asyncio.Task] = field(default_factory=dict)  # The last request of each trajectory.
     stalled_s: float = 0.0  # Seconds since the last change of `waiting`.
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
@@ -868,6 +869,9 @@ class Wave:
         left = self.waiting.pop(trajectory._place, None)
         if left:  # A task that the function started is still waiting for the policy.
             left.answer.cancel()
+        request = self.requests.pop(trajectory._place, None)
+        if request:
+            request.cancel()
         self.unfinished -= 1
         self.events.put(("finished", trajectory._sample))
         self.begin_round()
@@ -924,7 +928,9 @@ class Wave:
             request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
         headers = {"X-Session-Id": turn.session}
         # In a task of the group, a failure of the servers ends the run even if the function catches it.
-        choice = await self.tasks.create_task(request_completion(session, self.servers, request, headers))
+        task = self.tasks.create_task(request_completion(session, self.servers, request, headers))
+        self.requests[turn.place] = task
+        choice = await task
         return choice.token_ids, choice.logprobs.token_logprobs
 
     async def ask_in_rounds(self, turn: TurnRequest):

@@ -1741,6 +1741,36 @@ def test_servers_that_fail_end_the_run_whatever_the_function_catches(tokenizer, 
         with_servers(lambda *_: said([20]), catches, tokenizer, {1})
 
 
+def test_a_request_that_a_function_leaves_running_is_cancelled(tokenizer, monkeypatch):
+    """The wave would wait for its response, and its server would generate it for nobody."""
+    turns = []
+
+    async def request_completion(*_):
+        turns.append("sent")
+        if len(turns) == 1:
+            return SimpleNamespace(token_ids=[20], logprobs=SimpleNamespace(token_logprobs=[-0.5]))
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            turns.append("cancelled")
+            raise
+
+    async def leaves(trajectory):
+        async def fails():
+            while len(turns) < 2:
+                await asyncio.sleep(0.01)
+            raise ValueError("the tool failed")
+
+        await trajectory.generate()
+        await asyncio.gather(trajectory.generate(), fails())
+
+    monkeypatch.setattr("trajectory.request_completion", request_completion)
+    started = time.monotonic()
+    sample = with_servers(None, leaves, tokenizer, {1})
+    assert time.monotonic() - started < 10 and turns == ["sent", "sent", "cancelled"]
+    assert sample.failure == "error" and sample.response_ids == [20]
+
+
 def test_a_run_that_is_stopped_waits_for_no_tool(model, tokenizer):
     """This holds for a tool that is awaited, and for one in a thread."""
     rollouts, stop, threads = Rollouts(plainly, tokenizer), threading.Event(), threading.Event()
