@@ -343,7 +343,12 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
                 break
             print(f"policy servers at {address}: {text[:300]}; retrying the request once", flush=True)
     if status != 200:
-        raise RuntimeError(f"policy servers at {address}: a request failed with HTTP {status}: {text[:300]}")
+        remedy = ""
+        if status == 504:  # The router's own advice needs flags that these servers do not have.
+            remedy = "; for the policy's servers, lower --rollout-batch-size or raise --rollout-servers"
+        raise RuntimeError(
+            f"policy servers at {address}: a request failed with HTTP {status}: {text[:300]}{remedy}"
+        )
     choice = msgspec.json.decode(text, type=answer_type).choices[0]
     if choice.finish_reason not in ("stop", "length"):
         raise RuntimeError(

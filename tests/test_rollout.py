@@ -229,7 +229,9 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
         address = "{}:{}".format(*runner.addresses[0])
         servers = SimpleNamespace(service=SimpleNamespace(router_address=address), has_token_endpoint=False)
         async with aiohttp.ClientSession(f"http://{address}") as session:
-            with pytest.raises(RuntimeError, match="HTTP 504"):
+            with pytest.raises(
+                RuntimeError, match="HTTP 504: .*; for the policy's servers, lower --rollout-batch-size"
+            ):
                 await rollout.request_completion(session, servers, {"prompt": [1]})
         await runner.cleanup()
 
