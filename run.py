@@ -466,6 +466,8 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
+        if config.rollout == "vllm":
+            replace(config.policy_servers(), model=self.base_model, device=config.device).check()
         self.reservation = None  # On a CPU, each process reserves its own resources.
         if config.device == "cuda":
             from cluster import placement

@@ -1,5 +1,6 @@
 """The order of the tests, and fixtures with a tiny model."""
 
+import importlib.metadata
 import os
 import random
 import signal
@@ -17,6 +18,9 @@ LONGEST = """reward_loop genrm_server trajectory cluster grpo_trainer changes po
 # Tiny models are fastest on one thread, which also leaves the other cores free.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Stand-ins for vLLM serve on a CPU, even if vLLM's build for GPUs is installed.
+installed = importlib.metadata.version
+importlib.metadata.version = lambda name: "0+cpu" if name == "vllm" else installed(name)
 # The tests start their own Ray, even if a cluster is running on this machine.
 os.environ["RAY_ADDRESS"] = "local"
 # It starts workers only when they are needed, and collects no metrics.

@@ -120,6 +120,9 @@ def stand_in_for_vllm(folder, program=VLLM):
     for path in (package, package.parent, package.parent.parent):
         (path / "__init__.py").touch()
     (package / "api_server.py").write_text(program)
+    build = folder / "vllm-0+cpu.dist-info"  # It serves on a CPU, even if vLLM's build for GPUs is installed.
+    build.mkdir()
+    (build / "METADATA").write_text("Name: vllm\nVersion: 0+cpu\n")
     return f"{folder}:{MODELS.parent.parent}"
 
 

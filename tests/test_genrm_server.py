@@ -404,6 +404,19 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
     assert resolve_config(settings(stand_in)).device == "cpu"
 
 
+def test_a_build_of_vllm_for_gpus_serves_nothing_on_a_cpu(stand_in, monkeypatch):
+    """It would use a GPU regardless of --device."""
+    monkeypatch.setattr("importlib.metadata.version", {"vllm": "0.32.0"}.get)
+    remedies = "pass --device cuda, or install requirements-cpu.txt in another environment"
+    with pytest.raises(ValueError, match=f"--device cpu: vLLM 0.32.0 runs only on GPUs; {remedies}"):
+        ModelServers(settings(stand_in))
+    with pytest.raises(ValueError, match="runs only on GPUs; pass --rollout hf or --device cuda, or install"):
+        settings(stand_in, flag_prefix="rollout-").check()
+    assert resolve_config(settings(stand_in, device="cuda")).device == "cuda"
+    monkeypatch.setattr("importlib.metadata.version", {"vllm": "0.32.0+cpu"}.get)
+    assert resolve_config(settings(stand_in)).device == "cpu"
+
+
 @pytest.mark.parametrize(
     "changes, expected",
     [

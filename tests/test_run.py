@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 import grpo_trainer
+import reward_loop
 import run as run_file
 import run_folder
 from causal_lm import check_reading
@@ -77,6 +78,18 @@ def test_a_row_that_the_reward_function_cannot_score_is_named_before_the_run(tmp
                 continue
         with pytest.raises(ValueError, match=f"^{tmp_path}/{name}.jsonl, {message}"), run:
             pass
+
+
+def test_servers_that_would_use_a_gpu_despite_device_cpu_are_refused_first(
+    tmp_path, model, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(reward_loop, "connect_ray", lambda: False)
+    monkeypatch.setattr(run_file.ray, "cluster_resources", lambda: {"GPU": 1})
+    monkeypatch.setattr("importlib.metadata.version", {"vllm": "0.32.0"}.get)
+    monkeypatch.setattr(run_file, "note_start", lambda *_: pytest.fail("the run starts"))
+    run = prepared(tmp_path, model, tokenizer, device="cpu", overlap=True)
+    with pytest.raises(ValueError, match="--device cpu: vLLM 0.32.0 runs only on GPUs; "), run:
+        pass
 
 
 def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys):
