@@ -355,6 +355,9 @@ class ModelServers:
             delay = RESTART_DELAY * min(60, 2**failed_starts)
             say(f"{slot.name} {event}; restarting in {delay:g} s (log: {slot.log})")
             self.stopping.wait(delay)
+            # Until it joins and sleeps, a server would take the memory that the trainer uses.
+            while self.asleep and slot is not self.router and not self.stopping.wait(WATCH_EVERY):
+                pass
             slot.restarts += 1
         with contextlib.suppress(Exception):  # The actor may no longer exist.
             self.call_server(slot, "stop")

@@ -1095,8 +1095,19 @@ def test_gpu_servers_and_a_classifier_sleep_and_wake(stand_in, monkeypatch):
         servers.sleep()
         assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: not servers.slots[0].joined)
+        time.sleep(1.0)
+        assert restarts_of(servers) == 0  # it must not use the trainer's memory
+        servers.sleep(False)
         until(lambda: restarts_of(servers) == 1 and servers.slots[0].joined)
-        assert genrm_server.SLEEP in told(servers)["calls"]  # it must not use the trainer's memory
+        assert genrm_server.SLEEP not in told(servers)["calls"] and "/wake_up" in told(servers, 1)["calls"]
+        (stand_in / "hang").touch()
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers) == 2)
+        servers.sleep()  # while the server starts
+        (stand_in / "hang").unlink()
+        until(lambda: servers.slots[0].joined)
+        assert genrm_server.SLEEP in told(servers)["calls"]
         servers.sleep(False)
         assert all("/wake_up" in told(servers, number)["calls"] for number in range(2))
         # Clients of the router cannot call this.
@@ -1114,9 +1125,10 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
 
         (stand_in / "die_of_sleep").touch()
         servers.sleep()
-        until(lambda: restarts_of(servers) == 1 and all_joined())
-        assert all(genrm_server.SLEEP in told(servers, number)["calls"] for number in range(2))
-        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: sum(slot.joined for slot in servers.slots) == 1)
+        (sleeping,) = [number for number, slot in enumerate(servers.slots) if slot.joined]
+        assert genrm_server.SLEEP in told(servers, sleeping)["calls"]
+        os.kill(told(servers, sleeping)["pids"][0], signal.SIGKILL)
         servers.sleep(False)
         until(lambda: restarts_of(servers) >= 2 and all_joined())
         for number in range(2):  # it may have joined and slept before the others woke up
@@ -1127,8 +1139,12 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         servers.sleep()
         (stand_in / "die_at_start").touch()  # as if the trainer were using its memory
         os.kill(told(servers)["pids"][0], signal.SIGKILL)
-        until(lambda: servers.slots[0].restarts >= 5)
+        until(lambda: not all_joined())
+        restarts = restarts_of(servers)
+        time.sleep(1.0)
+        assert restarts_of(servers) == restarts
         (stand_in / "die_at_start").unlink()
+        servers.sleep(False)
         until(all_joined)
         (stand_in / "refuse_wake_up").touch()
         with pytest.raises(RuntimeError, match="server 0: POST /wake_up failed .*400.: .*will not"):
