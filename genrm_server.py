@@ -429,8 +429,10 @@ class ModelServers:
                 slot.other_model = slot.other_model or self.misreading(slot)
                 if slot.other_model:
                     return
-                if self.asleep:  # While the other servers sleep, the trainer needs the GPU memory.
-                    self.post_control(slot, SLEEP)
+                if self.config.sleep_mode and self.config.device == "cuda":
+                    # While the other servers sleep, the trainer needs the GPU memory. A server that fell
+                    # asleep here, but could not join, must wake up. For other servers, this does nothing.
+                    self.post_control(slot, SLEEP if self.asleep else "/wake_up")
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
             status, text = request("POST", url, {"url": slot.url}, self.config.server_key, JOIN_TIMEOUT)

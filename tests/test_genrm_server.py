@@ -1152,6 +1152,37 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
         assert not any(slot.given_up for slot in servers.slots)
 
 
+@pytest.mark.slow
+def test_a_server_that_fell_asleep_before_it_could_join_is_awake_when_it_joins(stand_in, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    rejects = []
+
+    def reject(method, url, *args, **more):
+        if rejects and url.endswith("/workers"):
+            return 0, "ConnectionRefusedError"  # as if the router were restarting
+        return request(method, url, *args, **more)
+
+    def sleeps_and_wakes():
+        status, text = request("GET", slot.url + "/v1/args", api_key=servers.config.server_key)
+        calls = json.loads(text)["calls"] if status == 200 else []  # the server may be starting
+        return [call for call in calls if call in (genrm_server.SLEEP, "/wake_up")]
+
+    with running(settings(stand_in, device="cuda", sleep_mode=True)) as servers:
+        (slot,) = servers.slots
+        monkeypatch.setattr(genrm_server, "request", reject)
+        (stand_in / "hang").touch()
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: slot.restarts == 1)
+        servers.sleep()  # while the server starts
+        rejects.append(True)
+        (stand_in / "hang").unlink()
+        until(lambda: genrm_server.SLEEP in sleeps_and_wakes())
+        servers.sleep(False)
+        rejects.clear()
+        until(lambda: slot.joined)
+        assert sleeps_and_wakes()[-1] == "/wake_up"
+
+
 # ---- the command line ----------------------------------------------------------------------------
 
 
