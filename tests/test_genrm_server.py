@@ -1307,6 +1307,43 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     child.stop()
 
 
+MAPS = """
+import mmap, sys, time
+maps = []
+for path in sys.argv[1:]:
+    with open(path, "wb+") as file:
+        file.truncate(4096)
+        maps.append(mmap.mmap(file.fileno(), 4096))
+print("mapped", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("problem", ["a name that is not UTF-8", "a file of another user"])
+def test_a_group_is_killed_whatever_its_processes_have_mapped(tmp_path, monkeypatch, problem):
+    memory = Path("/dev/shm", "psm_" + os.urandom(8).hex())
+    odd = os.fsdecode(b"\xff") if problem == "a name that is not UTF-8" else "file"
+    command = [sys.executable, "-c", MAPS, str(memory), str(tmp_path / odd)]
+    child = genrm_server.Process(tmp_path / "a.log", command, dict(os.environ))
+    child.start()
+    pid = child.child.pid
+    try:
+        until(lambda: child.last_lines("mapped"))
+        if problem == "a file of another user":
+
+            def refuse(path, **more):
+                raise PermissionError(1, "Operation not permitted", str(path))
+
+            monkeypatch.setattr(os, "unlink", refuse)
+        child.stop()
+        assert not alive(pid) and memory.exists() == (problem == "a file of another user")
+    finally:
+        monkeypatch.undo()
+        memory.unlink(missing_ok=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
 def test_two_services_of_one_folder_have_two_folders_of_logs(stand_in):
     folders = [resolve_config(settings(stand_in, log_dir=None, port=port)).log_dir for port in (30000, 30001)]
     assert folders == [Path("outputs/genrm_logs").absolute() / port for port in ("30000", "30001")]
