@@ -496,7 +496,8 @@ class ModelServers:
         if slot.joined:
             slot.joined = 0
             url = f"{self.router.url}/workers?url={slot.url}"
-            request("DELETE", url, None, self.config.server_key)
+            # Otherwise the router would let the restarted server in before it is checked. It may be busy.
+            any(request("DELETE", url, None, self.config.server_key)[0] for _ in range(2))
 
     def call_server(self, slot: ServerSlot, method: str, *args):
         """Call a method of the server, here or in its Ray actor. Ray may have to place the actor first."""

@@ -657,6 +657,28 @@ def test_a_start_that_takes_too_long(stand_in):
 
 
 @pytest.mark.slow
+def test_a_server_is_not_in_the_router_before_it_joins_again(stand_in, monkeypatch):
+    """This holds although the router has missed that the server left."""
+    lost, found, services = [], [], []
+
+    def lose(method, url, *args, **more):
+        if method == "DELETE" and not lost:
+            lost.append(url)
+            return 0, "TimeoutError: timed out"
+        return request(method, url, *args, **more)
+
+    def before_joining(slot):
+        found.extend(map(router_workers, services))
+
+    with running(settings(stand_in), before_joining=before_joining) as servers:
+        monkeypatch.setattr(genrm_server, "request", lose)
+        services.append(servers)
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: restarts_of(servers) == 1 and servers.slots[0].joined)
+    assert lost and found == [[]]
+
+
+@pytest.mark.slow
 def test_a_killed_router_comes_back_at_its_address_with_its_servers(stand_in):
     with running(settings(stand_in, num_servers=2)) as servers:
         address = servers.router_address
