@@ -284,6 +284,7 @@ class ModelServers:
         self.all_ready = threading.Event()
         self.stopping = threading.Event()
         self.lock = threading.Lock()
+        self.references = set()  # to calls of actors that are not known to have succeeded
         self.model_files = {}  # host -> the result of model_state at the first start there
         n = config.num_servers
         if not servers:
@@ -317,10 +318,10 @@ class ModelServers:
         say(f"{self.router.name} ready at http://{self.router_address} ({len(self.slots)} servers)")
 
     def check(self) -> None:
-        """Raise RuntimeError if the service has given up on every server."""
+        """Raise RuntimeError if the service has given up on every server, or if Ray was shut down."""
         if all(slot.given_up for slot in self.slots):
             for slot in self.slots:
-                if slot.other_model:
+                if slot.other_model or self.stopping.is_set():
                     raise RuntimeError(slot.given_up)
             raise RuntimeError("all servers failed too often; see the GIVING UP messages above")
 
@@ -500,15 +501,27 @@ class ModelServers:
             any(request("DELETE", url, None, self.config.server_key)[0] for _ in range(2))
 
     def call_server(self, slot: ServerSlot, method: str, *args):
-        """Call a method of the server, here or in its Ray actor. Ray may have to place the actor first."""
+        """Call a method of the server, here or in its Ray actor. Ray may have to place the actor first.
+
+        If a reference to a call is freed while Ray shuts down, Ray ends the process. So it is kept unless the
+        call succeeds while Ray is up.
+        """
         function = getattr(slot.server, method)
         if isinstance(slot.server, Process):
             return function(*args)
         import ray
 
         if not ray.is_initialized():  # A remote call would fail without saying why.
-            raise RuntimeError("Ray was shut down while servers were running")
-        return ray.get(function.remote(*args))
+            self.stopping.set()
+            for one in self.slots:
+                one.given_up = "Ray was shut down while servers were running"
+            raise RuntimeError(slot.given_up)
+        reference = function.remote(*args)
+        self.references.add(reference)
+        result = ray.get(reference)
+        if ray.is_initialized():
+            self.references.discard(reference)
+        return result
 
     def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> str:
         """Send a control call to one server, and return the response.

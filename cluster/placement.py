@@ -11,6 +11,7 @@ genrm_server.ModelServers supervises these servers in the same way as servers on
 on the driver's node.
 """
 
+import atexit
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
@@ -276,12 +277,13 @@ class RewardModelManager:
             for name, servers in self.models.items():
                 servers.wait_ready()
                 self.router_addresses[name] = servers.router_address
+            atexit.register(self.shutdown)
         except BaseException:
             self.shutdown()
             raise
 
     def check(self) -> None:
-        """Raise RuntimeError if a model has no server left."""
+        """Raise RuntimeError if a model has no server left, or if Ray was shut down."""
         for servers in self.models.values():
             servers.check()
 
@@ -295,6 +297,7 @@ class RewardModelManager:
 
     def shutdown(self) -> None:
         """End all servers, routers and actors. A second call does nothing."""
+        atexit.unregister(self.shutdown)
         for servers in self.models.values():
             servers.stopping.set()
         end_actors(self.actors, self.own_reservation)

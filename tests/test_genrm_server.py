@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import gc
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,11 +31,13 @@ import pytest
 import forked
 import genrm_server
 import rollout
+from cluster import placement
 from cluster.placement import RewardModelManager
 from genrm_server import (
     Config,
     ModelServers,
     RouterProcess,
+    VllmServer,
     request,
     reserve_port,
     resolve_config,
@@ -1691,6 +1695,65 @@ def test_named_models_in_ray(stand_in):
     finally:
         driver.kill()
         driver.wait()
+
+
+@pytest.mark.slow
+def test_servers_in_ray_end_with_ray(stand_in, monkeypatch):
+    """The last calls to Ray are kept, because freeing them could end the process."""
+    import ray
+
+    class Reference:
+        def __init__(self, result):
+            self.result = result
+
+    class Actor:
+        def __init__(self, server):
+            self.server = server
+
+        def __getattr__(self, name):
+            return SimpleNamespace(remote=functools.partial(self.remote, name))
+
+        def remote(self, name, *args):
+            reference = Reference(getattr(self.server, name)(*args))
+            made[is_ending.is_set()].append(weakref.ref(reference))
+            return reference
+
+    def get(reference):
+        if is_ending.is_set():
+            raise ConnectionError
+        return reference.result
+
+    def start_servers(models, reservation):
+        return {name: [Actor(VllmServer(config, 0, 0, 1))] for name, config in models.items()}
+
+    made, is_ending, is_down, at_exit = {False: [], True: []}, threading.Event(), threading.Event(), []
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "is_initialized", lambda: not is_down.is_set())
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(placement, "start_servers", start_servers)
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr("atexit.unregister", at_exit.remove)
+    manager = RewardModelManager({"genrm": settings(stand_in)}, SimpleNamespace(close=lambda: None))
+    try:
+        assert at_exit == [manager.shutdown]
+        servers = manager.models["genrm"]
+        manager.check()
+        is_ending.set()
+        servers.slots[0].server.server.stop()
+        until(lambda: made[True])
+        is_down.set()
+        until(lambda: not any(thread.is_alive() for thread in servers.threads))
+        assert not servers.router.server.alive() and restarts_of(servers) < 5
+        with pytest.raises(RuntimeError, match="Ray was shut down"):
+            manager.check()
+        with pytest.raises(RuntimeError, match="Ray was shut down"):
+            ModelServers(settings(stand_in), servers=[Actor(None)])
+        gc.collect()
+        assert all(call() for call in made[True]) and not any(call() for call in made[False])
+    finally:
+        manager.shutdown()
+    assert not at_exit
 
 
 NODES = """
