@@ -21,7 +21,8 @@ How the router reacts when a server fails:
                                 within a second of receiving it, or if a third server dies. Clients must not
                                 send such a request again.
     no response to several      If a server answers no request to a path although other servers do, requests
-    requests                    that run into a time limit count as failures, even if /health is good. After
+    requests                    that run into a time limit count as failures, even if /health is good. So do
+                                requests whose client disconnects, for whatever reason. After
                                 --unhealthy-after in a row, the server leaves the rotation, and its remaining
                                 requests go to other servers. It returns when it has been restarted, or if no
                                 other server is healthy.
