@@ -250,9 +250,9 @@ def small_ray(setattr=setattr) -> None:
     """Let Ray start in this process with fewer processes of its own, and with forked workers.
 
     There is no autoscaler, log monitor or dashboard, each of which imports Ray. The agent of a node is the
-    small one of a Ray without the extra "default", and is forked as well. A busy machine may nevertheless be
-    too slow for Ray's time limits, so the start is tried three times. The Ray of test_cluster.py that takes
-    jobs starts as for users, and so do those of scripts in a Python of their own.
+    small one of a Ray without the extra "default", and is forked as well. Ray gives it 15 s to start. A busy
+    machine may nevertheless be too slow, so the start is tried five times. The Ray of test_cluster.py that
+    takes jobs starts as for users, and so do those of scripts in a Python of their own.
     """
     import pytest
     from ray._private import services, utils
@@ -265,7 +265,7 @@ def small_ray(setattr=setattr) -> None:
 
     def start_node(self, *arguments, **settings):
         given = copy.deepcopy((arguments, settings))  # Ray changes the parameters.
-        for is_last in (False, False, True):
+        for is_last in (False, False, False, False, True):
             try:
                 return start_once(self, *arguments, **settings)
             except Exception as error:

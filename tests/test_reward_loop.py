@@ -1516,11 +1516,17 @@ def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
     assert "does not respond: its async reward function blocks" in caplog.text
 
 
+SMALL_RAY = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+import forked
+forked.small_ray()
+"""
+
+
 def run_script(body, **environment):
     """Run Python code in a separate process with a separate Ray cluster, and return its output."""
-    body = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n" + textwrap.dedent(
-        body
-    )
+    body = SMALL_RAY + textwrap.dedent(body)
     environment = os.environ | {"RAY_ADDRESS": "local"} | environment
     ended = forked.run(["-c", body], env=environment, timeout=400)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -1637,8 +1643,8 @@ def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
         "RAY_memory_monitor_refresh_ms": "1000",  # often enough, as the function takes longer to load
         "RAY_ADDRESS": "local",
     }
-    ended = forked.run(["-c", textwrap.dedent(code)], env=environment, timeout=300)
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("RuntimeError")]
+    ended = forked.run(["-c", SMALL_RAY + textwrap.dedent(code)], env=environment, timeout=300)
+    line = ended.stderr.rpartition("\nRuntimeError: ")[2]
     assert "a reward worker cannot be started: out of memory. Ray reports: " in line
     assert "GB used" in line and "lower --num-workers" in line
 
