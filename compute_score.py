@@ -613,10 +613,14 @@ def split_paragraphs(solution: str | list[str]) -> list[str]:
 # In a near copy of a marker, these characters may stand between the letters.
 _BETWEEN = r"(?:[^\w()\[\]<>{}]|_)*+"
 _INVISIBLE = "\u200b"
-# Cyrillic and Greek letters, and the Latin letters that a reader takes them for.
-_LOOK_ALIKES = dict(
-    zip("авԁегһніјӏкмопрѕтухсαεηικνορτυϲɑɡı", "abderhhijlkmonpstyxcaenikvoptucagi", strict=True)
-)
+# Letters that a reader takes for Latin letters. A Greek capital is listed if it looks like another Latin
+# letter than its small letter does. "Σ" is the normal form of a letter that looks like C.
+_CYRILLIC = dict(zip("авьԁегғһніјӏкмопрԛѕтуүѵԝхс", "abbderfhhijlkmonpqstyyvwxc", strict=True))
+_GREEK = dict(zip("αβγεζηικμνορςστυχωϳΗΜΝΣΥ", "abyeznikuvopcotuxwjhmncy", strict=True))
+_LOOK_ALIKES = _CYRILLIC | _GREEK | {"ɑ": "a", "ǀ": "l"}
+_LATIN = re.compile("LATIN .*LETTER (?:SMALL CAPITAL |SCRIPT |DOTLESS )?([A-Z])(?: WITH .*)?")
+# The letters and digits that look alike in some font, because patterns ignore case
+_ALIKE = dict.fromkeys("il1", "[il1]") | dict.fromkeys("o0", "[o0]")
 
 
 @functools.lru_cache(4096)
@@ -628,8 +632,11 @@ def _fold(char):
         return _INVISIBLE
     plain = [part for part in unicodedata.normalize("NFKD", char) if not unicodedata.combining(part)]
     if len(plain) == 1:
-        char = _LOOK_ALIKES.get(plain[0].lower(), plain[0])
+        char = _LOOK_ALIKES.get(plain[0]) or _LOOK_ALIKES.get(plain[0].lower(), plain[0])
     name = unicodedata.name(char, "")
+    latin = _LATIN.fullmatch(name)
+    if latin and not char.isascii():
+        return latin[1]
     position = {"Ps": 0, "Pi": 0, "Pe": 1, "Pf": 1}.get(unicodedata.category(char))
     if char.isascii() or position is None:
         return char
@@ -662,6 +669,14 @@ _CONTROL = (
 )
 
 
+def _near_copies(parts):
+    """Return a pattern for a marker's letters and numbers, and for near copies of them."""
+    number, alike = r"\d++", {}
+    if len(parts) > 2:  # Copies of shorter markers would be mathematics: (1), (t0), [A1].
+        number, alike = r"(?:\d++|[\dilo]++)", _ALIKE
+    return _BETWEEN.join(alike.get(part.lower(), part) if len(part) == 1 else number for part in parts)
+
+
 @functools.lru_cache(64)
 def _frame_pattern(frame):
     """Return a pattern for the headings and tags in `frame`, and for near copies of them."""
@@ -670,8 +685,7 @@ def _frame_pattern(frame):
         parts = re.findall(r"\{index[^}]*\}|[^\W_]", "".join(map(_fold, marker)))
         first, last = re.escape(marker[0]), re.escape(marker[-1])
         if any(len(part) == 1 for part in parts):
-            parts = [part if len(part) == 1 else r"\d++" for part in parts]
-            patterns.append(rf"[\[<]{_BETWEEN}{_BETWEEN.join(parts)}{_BETWEEN}[\]>]")
+            patterns.append(rf"[\[<]{_BETWEEN}{_near_copies(parts)}{_BETWEEN}[\]>]")
         elif parts:  # "2 < 4 > 3" is not a copy of <4>, except at the start of a line.
             patterns.append(rf"{first}{_INVISIBLE}*\d+{_INVISIBLE}*{last}")
             patterns.append(rf"(?m:^){first}[\s{_INVISIBLE}]*\d+[\s{_INVISIBLE}]*{last}")
@@ -693,7 +707,7 @@ def break_frame(solution: str, frame: str) -> str:
 
 @functools.lru_cache(64)
 def _author_pattern(authors):
-    names = "|".join(_BETWEEN.join(re.findall(r"[^\W_]", author)) for author in authors)
+    names = "|".join(_near_copies(re.findall(r"[^\W_]", "".join(map(_fold, author)))) for author in authors)
     # A mark does not follow a word: f(user) is a call.
     return re.compile(rf"(?<![^\W_])[(\[<]{_BETWEEN}(?:{names}){_BETWEEN}[)\]>]", re.IGNORECASE)
 
