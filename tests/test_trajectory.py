@@ -2035,7 +2035,11 @@ def test_the_look_up_of_the_page(tmp_path, tokenizer):
     unclear = with_servers(plays(tokenizer, "?", "7"), function, tokenizer, {1})
     assert [turn["text"] for turn in unclear.turns] == ["?", "unknown", "7"] and not unclear.failure
     reward = load(f"{tmp_path}/look_up.py:reward")
-    assert reward("toy", "7", "7", sample.info) == pytest.approx(0.8)
+    assert reward("toy", "7", "7", sample.info, sample.turns) == pytest.approx(0.8)
+    silent = with_servers(plays(tokenizer, "pears?", ""), function, tokenizer, {1})
+    for turns in (silent.turns, silent.turns[:2]):  # The tool wrote the answer.
+        assert "".join(turn["text"] for turn in turns) == "pears?7"
+        assert reward("toy", "pears?7", "7", silent.info, turns) == pytest.approx(-0.03)
 
 
 def test_a_function_that_asks_the_judge_leaves_no_session_open(tokenizer, monkeypatch):
