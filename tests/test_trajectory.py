@@ -2066,7 +2066,13 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
     function = example("second_turn", tmp_path)(f"{tmp_path}/second_turn.py:answer_again")
     row = ROW | {"extra_info": {"question": "Ben has 65?"}}
     groups = [[Sample(row, [5, 6])]]
-    with server(lambda path, body: says("Wrong. \\boxed{0}")) as judge:
+    asked = []
+
+    def answer(path, body):
+        asked.append(body["messages"][-1]["content"])
+        return says("Wrong. \\boxed{0}")
+
+    with server(answer) as judge:
         policy = plays(tokenizer, "Remainder 1", "Remainder 2")
         sample = with_servers(policy, function, tokenizer, {1}, groups=groups, addresses={"genrm": judge})
         refused = with_servers(
@@ -2085,6 +2091,8 @@ def test_the_second_turn_of_the_page(tmp_path, tokenizer):
         ("user", "Wrong. \\boxed{0}\n\nAnswer again."),
         ("policy", "Remainder 2"),
     ]
+    # What the judge reads may be in its critique, and the policy must not learn the correct answer.
+    assert asked == [compute_score.format_critic_prompt("Ben has 65?", "", "Remainder 1", "no_truth")]
 
 
 def test_the_game_of_the_page(tmp_path, tokenizer):
