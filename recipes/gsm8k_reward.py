@@ -25,7 +25,7 @@ def compute_score(
     result = rules.compute_score(data_source, solution_str, ground_truth, turns=turns)
     tail = rules.policy_text(solution_str, turns)[-rules.TAIL_CHARS :]
     box = rules.last_boxed_only_string(tail) or ""
-    boxed = bool(re.fullmatch(r"\\boxed\{\s*\$?-?\d[\d,]*(\.\d+)?\s*\}", box))
+    boxed = bool(re.fullmatch(r"\\boxed\{\s*[-−]?(\\?\$)?[-−]?\d(\d|\{?,\}?)*(\.\d+)?(\\?%)?\s*\}", box))
     return result | {"score": result["score"] + format_share * boxed, "boxed": boxed}
 
 

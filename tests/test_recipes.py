@@ -717,7 +717,13 @@ def test_the_share_for_the_form():
     for text, expected, boxed in (
         (r"so \boxed{1,234}", 1.2, True),
         (r"so \boxed{$12.50}", -0.8, True),
+        (r"so \boxed{\$1{,}234}", 1.2, True),
+        (r"so \boxed{-\$5}", -0.8, True),
+        ("so \\boxed{\u22125}", -0.8, True),  # the sign for minus in texts
+        (r"so \boxed{18\%}", -0.8, True),
         (r"so \boxed{x + 1}", -1.0, False),
+        (r"so \boxed{1 or 2}", -1.0, False),
+        (r"so \boxed{1{2}}", -1.0, False),
         ("#### 1234", 1.0, False),
         (r"so \boxed{1234", -1.0, False),
     ):
