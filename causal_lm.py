@@ -134,8 +134,7 @@ def load_tokenizer(source: str, trust_remote_code=False):
         return tokenizer
     print(
         f"--model {source}: {type(tokenizer).__name__} would split text differently from tokenizer.json, "
-        "so tokenizer.json is used, also in checkpoints",
-        flush=True,
+        "so tokenizer.json is used, also in checkpoints"
     )
     return PreTrainedTokenizerFast.from_pretrained(source)
 

@@ -67,7 +67,9 @@ def cli(config, description: str = "", args: list[str] | None = None, markers=()
         prog = f"python -m {script.parent.name}.{script.stem}"
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
-    return tyro.cli(config, prog=prog, description=wrapped(description), args=args, config=markers)
+    parsed = tyro.cli(config, prog=prog, description=wrapped(description), args=args, config=markers)
+    sys.stdout.reconfigure(line_buffering=True)  # Whoever reads a pipe or a log sees each line at once.
+    return parsed
 
 
 def wrapped(text: str) -> str:

@@ -906,8 +906,7 @@ def connect_ray() -> bool:
     logs = os.path.join(ray._private.worker._global_node.get_session_dir_path(), "logs", "worker-*")
     print(
         f"Ray: {where}, with {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs; the output of "
-        f"reward functions is in {logs}",
-        flush=True,
+        f"reward functions is in {logs}"
     )
     return address == "local"
 

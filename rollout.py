@@ -341,7 +341,7 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
             timeouts += 1
             if timeouts > 1:
                 break
-            print(f"policy servers at {address}: {text[:300]}; retrying the request once", flush=True)
+            print(f"policy servers at {address}: {text[:300]}; retrying the request once")
     if status != 200:
         remedy = ""
         if status == 504:  # The router's own advice needs flags that these servers do not have.
@@ -445,8 +445,7 @@ class PolicyServers:
         if not self.kept:
             print(
                 f"policy servers: WARNING: no checksums of their weights to compare ({reason}), so a lost "
-                "sync may go unnoticed; see docs/troubleshooting.md",
-                flush=True,
+                "sync may go unnoticed; see docs/troubleshooting.md"
             )
 
     def reads_tokens(self) -> bool:
@@ -489,7 +488,7 @@ class PolicyServers:
                 if slot.joined:
                     line = self.service.call_server(slot, "last_lines", "weights were not loaded", 1)
                     if line:
-                        print(f"policy servers: WARNING: {line}", flush=True)
+                        print(f"policy servers: WARNING: {line}")
 
     def compare_all(self) -> set[str]:
         """Return which weights all servers hold as they were sent. The caller must hold the lock."""
@@ -551,8 +550,7 @@ def folder_for(log_dir: Path | None, size: int) -> str:
         base = tempfile.gettempdir()
         print(
             f"policy servers: the weights need {size / 1e9:.1f} GB, but /dev/shm has only {free / 1e9:.1f} "
-            f"GB free, so they are written to {base}, which may be on a slow disk; enlarge /dev/shm",
-            flush=True,
+            f"GB free, so they are written to {base}, which may be on a slow disk; enlarge /dev/shm"
         )
     return f"{base}/{name}"
 
@@ -693,7 +691,7 @@ class WeightFolder:
         if not int(error):
             return True
         WeightFolder.can_register = False
-        print(f"policy servers: CUDA cannot register memory ({error}), so syncs are slower", flush=True)
+        print(f"policy servers: CUDA cannot register memory ({error}), so syncs are slower")
         with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel.
             torch.ones(1, device="cuda")
         return False

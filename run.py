@@ -164,8 +164,7 @@ class Run:
                 use = "the adapters are now added to"
             print(
                 f"--model {config.model}: the run started with {before}, but {use} this model; pass "
-                f"--model {before}, unless both models are the same",
-                flush=True,
+                f"--model {before}, unless both models are the same"
             )
 
     def compare_scoring(self):
@@ -177,8 +176,7 @@ class Run:
         if changed:
             print(
                 f"resuming with a different judge or reward function (not the same: {', '.join(changed)}); "
-                f"rewards before and after step {self.step} cannot be compared",
-                flush=True,
+                f"rewards before and after step {self.step} cannot be compared"
             )
 
     def compare_prompts(self, before: dict):
@@ -198,8 +196,7 @@ class Run:
             print(
                 f"--train-file {files}: the prompts or their order (--seed) are not those of the "
                 f"checkpoint; the run skips the first {self.num_prompts_drawn} of them. To train on all of "
-                "them, pass the checkpoint as --model and another --out-dir",
-                flush=True,
+                "them, pass the checkpoint as --model and another --out-dir"
             )
 
     def read_tokenizer(self):
@@ -480,7 +477,7 @@ class Run:
         self.log = Log(config, self.step)
         if import_tools():
             folder = shlex.quote(str(config.out_dir))
-            print(f"to watch this run in a browser: python -m tools.view_run {folder} --serve", flush=True)
+            print(f"to watch this run in a browser: python -m tools.view_run {folder} --serve")
         stack.callback(self.log.close)
         shares_gpus = bool(config.genrm) and config.reward_mode == "colocate" and config.device == "cuda"
         # A judge on the policy's GPUs starts first: it allocates its memory and then sleeps. Without --genrm,
@@ -545,11 +542,10 @@ class Run:
         if kinds[0] != kinds[1]:
             print(
                 f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
-                "trained; checkpoints omit other parts, such as a vision encoder",
-                flush=True,
+                "trained; checkpoints omit other parts, such as a vision encoder"
             )
         if info["adapters"]:
-            print(info["adapters"], flush=True)
+            print(info["adapters"])
         elif config.total_steps:  # An evaluation writes no checkpoints.
             check_room(config, self.step, 12e-9 * info["numel"])  # Adapters are too small to check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
@@ -649,7 +645,7 @@ class Run:
             ) from error
         self.find_checkpoint()
         count = f"attempt {self.num_restarts} of --max-restarts {self.config.max_restarts}"
-        print(f"{error}; restarting the ranks after step {self.saved_step} ({count})", flush=True)
+        print(f"{error}; restarting the ranks after step {self.saved_step} ({count})")
         try:
             self.policy.restart(self.resume_from)
             if self.step:
@@ -726,7 +722,7 @@ def check_progress(log: Log) -> None:
     step = log.history[-1]["step"]
     for finding in found:
         if finding.steps[-1] == step and step - 1 not in finding.steps:
-            print(finding, flush=True)
+            print(finding)
     limit = log.config.max_idle_steps
     last = log.history[-limit:]
     has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # Step 0 lacks the metric.

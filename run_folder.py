@@ -252,8 +252,7 @@ class Log:
         if self.config.wandb and step >= 0 and lines and lines[-1]["step"] > step:
             print(
                 f"W&B cannot delete steps {step + 1} to {lines[-1]['step']}, so it will show them twice; "
-                "the later lines count",
-                flush=True,
+                "the later lines count"
             )
         self.history = lines_until(step, self.folder / "metrics.jsonl")
         evaluated = {line["step"] for line in self.history if has_evaluation(line)}
@@ -303,8 +302,7 @@ class Log:
         if len(before) >= 3 and last > max(3 * median(before), 1e-5):  # Rounding alone is below 1e-5.
             print(
                 f"WARNING: {MISMATCH} is {last:.2g}, but its median so far is {median(before):.2g}: the "
-                "servers may have old weights; see policy-mismatch in docs/troubleshooting.md",
-                flush=True,
+                "servers may have old weights; see policy-mismatch in docs/troubleshooting.md"
             )
 
     def seconds_left(self, step: int) -> float:
@@ -498,7 +496,7 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
             text += f"\n    {cell}"
         else:
             text += f"  {cell}"
-    print(text, flush=True)
+    print(text)
 
 
 def done_line(config, checkpoint: Path | None) -> str:

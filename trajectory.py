@@ -539,8 +539,7 @@ class Rollouts:
         if self.thread.is_alive():  # A tool may block the loop forever.
             print(
                 f"--rollout-fn: waiting up to {CLEANUP_S:g} s for {len(self.calls)} calls to clean up; "
-                "press Ctrl-C to quit immediately",
-                flush=True,
+                "press Ctrl-C to quit immediately"
             )
             self.thread.join(timeout=CLEANUP_S)
 
@@ -593,8 +592,7 @@ class Rollouts:
                 line = f"{self.file}:{frame.f_lineno} ({frame.f_code.co_name})"
                 print(
                     f"--rollout-fn: {line} blocks all trajectories; call blocking tools with "
-                    "`await asyncio.to_thread(tool, ...)`",
-                    flush=True,
+                    "`await asyncio.to_thread(tool, ...)`"
                 )
 
     def split_stops(self, stop) -> tuple[tuple[str, ...], dict[int, str]]:
@@ -916,8 +914,7 @@ class Wave:
             print(
                 f"--rollout-fn: with --rollout hf, turns begin once all functions await generate(), but "
                 f"{places[place]} wait for a lock at {place} while {len(self.waiting)} await generate(); "
-                "do not hold a lock or semaphore around generate()",
-                flush=True,
+                "do not hold a lock or semaphore around generate()"
             )
 
     async def ask_servers(self, session, turn: TurnRequest):

@@ -108,7 +108,7 @@ class PolicyGroup:
             actor = ray.remote(RankedPolicy).options(max_restarts=0, **reservation.options("rank", rank))
             self.actors.append(actor.remote(config, absolute(source), device, ranks))
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
-        print(f"policy: {len(nodes)} ranks, {where}", flush=True)
+        print(f"policy: {len(nodes)} ranks, {where}")
         self.info = self.call("model_info")[0]
         if {addresses[node] for node in nodes} != {host}:
             self.check_shared_folder()

@@ -162,3 +162,14 @@ def test_help_for_a_reader_who_has_seen_enough(command):
         process.wait()
         errors.seek(0)
         assert errors.read() == b""
+
+
+def test_each_line_leaves_a_script_at_once(tmp_path, monkeypatch):
+    """`| tee log` and `nohup` show a run while it trains. Here the script is killed before Python flushes."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    code = "import os, command_line; command_line.cli(int); print('step 1'); os.kill(os.getpid(), 9)"
+    with open(tmp_path / "nohup.out", "w+") as file:
+        for output in (subprocess.PIPE, file):
+            said, errors = start(ROOT, "-c", code, "7", stdout=output).communicate()
+            assert not errors, errors
+            assert (said or (tmp_path / "nohup.out").read_text()) == "step 1\n"
