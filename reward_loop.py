@@ -21,7 +21,7 @@ do not respond. A lost call is repeated (in a separate process after two losses)
 The function's folder must have the same path on all nodes. Not covered: one limit for several drivers,
 cancelling a sample that a worker already has, grading in a container (grading has your permissions).
 Needs reward_worker.py and command_line.py; also genrm_server.py and cluster/ to start reward models,
-genrm_server.py to tell the models in local folders apart, and compute_score.py for the default function.
+genrm_server.py to ask running ones for their names, and compute_score.py for the default function.
 """
 
 import asyncio
@@ -30,7 +30,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import http.client
 import inspect
 import itertools
 import json
@@ -679,22 +678,20 @@ def router_key() -> str:
 
 
 def get_json(address: str, path: str, timeout: float):
-    """Return the JSON at this address. Raise OSError, HTTPException or ValueError if there is none.
+    """Return the JSON at this address. Raise OSError or ValueError if there is none.
 
     Raises RuntimeError if the router rejects the key.
     """
-    connection = http.client.HTTPConnection(address, timeout=timeout)
-    try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {router_key()}"})
-        answer = connection.getresponse()
-        text = answer.read().decode("utf-8", "replace")
-        if answer.status == 401:
-            raise RuntimeError(f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY")
-        if answer.status != 200:
-            raise ValueError(f"status {answer.status}: {text:.200}")
-        return json.loads(text)
-    finally:
-        connection.close()
+    from genrm_server import request
+
+    status, text = request("GET", address + path, api_key=router_key(), timeout=timeout)
+    if not status:
+        raise OSError(text)
+    if status == 401:
+        raise RuntimeError(f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY")
+    if status != 200:
+        raise ValueError(f"status {status}: {text:.200}")
+    return json.loads(text)
 
 
 def count_servers(address: str) -> int:
@@ -707,7 +704,7 @@ def count_servers(address: str) -> int:
     except OSError as error:
         log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
         return 1
-    except (http.client.HTTPException, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return 1
 
 
@@ -795,7 +792,7 @@ def chosen_model(address: str, settings: dict) -> dict:
         return {}
     try:
         cards = listed_models(address)
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
     model = only_model(cards, address, """--reward-kwargs '{"genrm_model": "NAME"}'""")
     chosen = {"genrm_model": model["id"]}
