@@ -248,7 +248,10 @@ class ServerSlot:
     rejection: str = ""  # why the router rejected the server, as printed
     hangs: bool = False  # whether the router found that the server's engine answers no requests
     given_up: str = ""  # why the service gave up on this server; empty: it is still supervised
-    other_model: str = ""  # why this server would give wrong answers: other files, or a tokenizer that fails
+
+
+class OtherModel(Exception):
+    """A server would give wrong answers: it has other files, or a tokenizer that loses spaces."""
 
 
 class ModelServers:
@@ -281,6 +284,7 @@ class ModelServers:
         self.before_joining = before_joining
         label = f"[{name}] " if name else ""
         self.asleep = False
+        self.reason = ""  # why the service gave up on the first server, if not because it failed
         self.all_ready = threading.Event()
         self.stopping = threading.Event()
         self.lock = threading.Lock()
@@ -320,10 +324,8 @@ class ModelServers:
     def check(self) -> None:
         """Raise RuntimeError if the service has given up on every server, or if Ray was shut down."""
         if all(slot.given_up for slot in self.slots):
-            for slot in self.slots:
-                if slot.other_model or self.stopping.is_set():
-                    raise RuntimeError(slot.given_up)
-            raise RuntimeError("all servers failed too often; see the GIVING UP messages above")
+            failed = "all servers failed too often; see the GIVING UP messages above"
+            raise RuntimeError(self.reason or failed)
 
     def supervise(self, slot: ServerSlot) -> None:
         """Run a server or the router in a thread, and restart it when it dies."""
@@ -337,6 +339,9 @@ class ModelServers:
                 # Deaths during sleep do not count: the trainer may be using the GPU memory.
                 if slot is not self.router and not self.asleep:
                     deaths += 1
+            except OtherModel as error:
+                slot.given_up = f"{slot.name} {error}"
+                self.reason = self.reason or slot.given_up
             except Exception as error:  # not a death: e.g. a full disk or a lost node
                 last = str(error).strip().rpartition("\n")[2]  # after an actor's traceback
                 event = f"failed ({type(error).__name__}: {last:.200})"
@@ -346,10 +351,9 @@ class ModelServers:
                 failed_starts = deaths = 0
             else:
                 failed_starts += 1
-            if slot.other_model or not self.all_ready.is_set() or deaths >= MAX_DEATHS:
-                slot.given_up = f"{slot.name} {event}; the last lines of {slot.log}:\n{log_end}"
-                if slot.other_model:
-                    slot.given_up = f"{slot.name} {slot.other_model}"
+            if slot.given_up or not self.all_ready.is_set() or deaths >= MAX_DEATHS:
+                if not slot.given_up:
+                    slot.given_up = f"{slot.name} {event}; the last lines of {slot.log}:\n{log_end}"
                 if self.all_ready.is_set():
                     say(f"GIVING UP: {slot.given_up}")
                 break
@@ -372,8 +376,6 @@ class ModelServers:
                     start_lock.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
                 self.before_starting(slot)
                 self.compare_model(slot)
-                if slot.other_model:
-                    return slot.other_model
             slot.url = self.call_server(slot, "start")
             started = answered = time.monotonic()
             try:
@@ -387,8 +389,6 @@ class ModelServers:
                     if status == 200 or slot is self.router and status:  # 503: the router has no servers
                         answered = time.monotonic()
                         self.join(slot, answered - started)
-                        if slot.other_model:
-                            return slot.other_model
                         if not slot.ready and answered - started > self.config.startup_timeout:
                             return f"did not join the router within {self.config.startup_timeout:g} s"
                     elif not self.call_server(slot, "alive"):
@@ -427,9 +427,7 @@ class ModelServers:
         with self.lock:
             if not slot.joined:
                 self.compare_model(slot)  # again, because the files may have changed while they were loaded
-                slot.other_model = slot.other_model or self.misreading(slot)
-                if slot.other_model:
-                    return
+                self.check_reading(slot)
                 if self.config.sleep_mode and self.config.device == "cuda":
                     # While the other servers sleep, the trainer needs the GPU memory. A server that fell
                     # asleep here, but could not join, must wake up. For other servers, this does nothing.
@@ -449,7 +447,7 @@ class ModelServers:
                 slot.joined = router_start
 
     def compare_model(self, slot: ServerSlot) -> None:
-        """Set slot.other_model if the files of the model differ from those of the first servers.
+        """Raise OtherModel if the files of the model differ from those of the first servers.
 
         Times of copies on different nodes may differ, so they are compared on the same node only.
         """
@@ -462,20 +460,20 @@ class ModelServers:
             difference = f"on {host}, compared with the node of the first server, {difference}"
         difference = changed_file(self.model_files.setdefault(host, files), files) or difference
         if difference:
-            slot.other_model = (
+            raise OtherModel(
                 f"would serve another model than the first servers did: {self.config.model}: {difference}; "
                 "write another model to another folder, or start again to serve the new files"
             )
 
-    def misreading(self, slot: ServerSlot) -> str:
-        """Return a complaint if the server's tokenizer reads text without spaces, else an empty string.
+    def check_reading(self, slot: ServerSlot) -> None:
+        """Raise OtherModel if the server's tokenizer reads text without spaces.
 
         transformers builds the tokenizer of some classes, such as Llama's, from the vocabulary alone. A
         folder that names such a class, but has a byte-level tokenizer.json, then loses all spaces. The
         trainer makes sure of the policy's tokenizer itself.
         """
         if self.config.control:
-            return ""
+            return
         found = {"prompt": PROBE}
         for path, given in {"/tokenize": "prompt", "/detokenize": "tokens"}.items():
             body = {"model": self.config.served_model_name, given: found[given], "add_special_tokens": False}
@@ -483,11 +481,11 @@ class ModelServers:
             with contextlib.suppress(ValueError):
                 found |= json.loads(text)
             if status != 200 or "tokens" not in found:
-                return ""  # The server has no such endpoint.
+                return  # The server has no such endpoint.
         read = found["prompt"]
         if read.split() == PROBE.split() or "".join(read.split()) != "".join(PROBE.split()):
-            return ""  # A small vocabulary may lack letters of the text.
-        return (
+            return  # A small vocabulary may lack letters of the text.
+        raise OtherModel(
             f'reads {PROBE!r} as {read!r}; set "tokenizer_class" to "PreTrainedTokenizerFast" in '
             f"{self.config.model}/tokenizer_config.json"
         )
@@ -513,9 +511,10 @@ class ModelServers:
 
         if not ray.is_initialized():  # A remote call would fail without saying why.
             self.stopping.set()
+            self.reason = "Ray was shut down while servers were running"
             for one in self.slots:
-                one.given_up = "Ray was shut down while servers were running"
-            raise RuntimeError(slot.given_up)
+                one.given_up = self.reason
+            raise RuntimeError(self.reason)
         reference = function.remote(*args)
         self.references.add(reference)
         result = ray.get(reference)
