@@ -158,9 +158,10 @@ def check_reading(tokenizer, text: str, ids: list[int]) -> None:
 
 
 @cache
-def added_tokens(tokenizer) -> re.Pattern:
-    """Return a pattern that matches every added token, such as <|end|>."""
-    added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+def added_tokens(tokenizer, shortest: int = 0) -> re.Pattern:
+    """Return a pattern that matches every added token, such as <|end|>, of at least this length."""
+    added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) >= shortest]
+    added.sort(key=len, reverse=True)
     return re.compile("|".join(map(re.escape, added)) or "(?!)")
 
 

@@ -25,7 +25,6 @@ import inspect
 import math
 import pickle
 import queue
-import re
 import secrets
 import sys
 import threading
@@ -38,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from causal_lm import added_tokens
 from policy import Sample
 from reward_worker import error_line
 from rollout import open_session, request_completion, rollout_hf, sampling_parameters
@@ -503,8 +503,7 @@ class Rollouts:
         tokens = tokenizer.added_tokens_decoder
         self.special = {token.content: id for id, token in tokens.items() if token.special}
         self.num_tokens = min(1 + max(tokenizer.get_vocab().values()), num_embeddings)
-        added = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1]
-        self.added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+        self.added = added_tokens(tokenizer, shortest=2)
 
     def offer_models(self, addresses: dict[str, str]):
         """Set the addresses of the reward models that the function may call."""
