@@ -297,8 +297,7 @@ def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]])
     is_first = batch.step == 1 and batch.rounds == 1
     config = run.config
     groups_to_train = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
-    check_failures(run, batch, "train")
-    check_verdicts(run, batch, groups, "train")
+    check_results(run, batch, groups, "train")
     return groups_to_train
 
 
@@ -312,24 +311,8 @@ def finish_batch(run: Run, batch: Batch) -> None:
     batch.metrics = batch_metrics(batch, run.config)
 
 
-def check_failures(run: Run, batch: Batch, split: str) -> None:
-    """Raise RuntimeError if too many rollouts of this batch have failed."""
-    samples = list(chain(*batch.groups))
-    failed = [sample for sample in samples if sample.failure]
-    rate = len(failed) / len(samples)
-    if rate > run.config.max_no_verdict_rate or rate == 1:
-        stop(
-            run,
-            batch,
-            split,
-            failed[0],
-            f"{rate:.0%} of the rollouts have failed",
-            "fix the rollout function, because failed rollouts get no reward",
-        )
-
-
-def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: str) -> None:
-    """Raise RuntimeError if too many of the samples that needed a verdict have none.
+def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str) -> None:
+    """Raise RuntimeError if too many rollouts failed, or too many samples that needed a verdict have none.
 
     One lost verdict must not stop a run in which few samples need one. So the rate divides by at least
     MIN_VERDICTS (or by all samples, if there are fewer), and a step with few samples that need a verdict also
@@ -337,29 +320,28 @@ def check_verdicts(run: Run, batch: Batch, groups: list[list[Sample]], split: st
     all but the oldest of them, whose verdicts could hide later losses. `groups` are the groups that were not
     checked before: those of a step, or with --dynamic-sampling those of a round, which counts as a step here.
     """
+    limit = run.config.max_no_verdict_rate
+    samples = list(chain(*batch.groups))
+    failed = [sample for sample in samples if sample.failure]
+    rate = len(failed) / len(samples)
+    if rate > limit or rate == 1:
+        complaint = f"{rate:.0%} of the rollouts have failed"
+        remedy = "fix the rollout function, because failed rollouts get no reward"
+        stop(run, batch, split, failed[0], complaint, remedy)
     recent = run.recent_verdicts[split]
     recent.append(verdict_counts(sample.result for sample in chain(*without_failures(groups))))
     while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
         del recent[0]
-    samples = list(chain(*without_failures(batch.groups)))
-    of_batch = verdict_counts(sample.result for sample in samples)
-    of_steps = sum(recent, Counter()), sum(recent[1:], Counter())
-    rate = max(map(missing_rate, [of_batch, *of_steps]))
-    if of_batch["missing"] and rate > run.config.max_no_verdict_rate:
-        first = next(sample for sample in samples if sample.result["reward_score"] is None)
-        stop(
-            run,
-            batch,
-            split,
-            first,
-            f"{rate:.0%} of the samples that needed a verdict have none",
-            "check the reward function and the reward model",
-        )
-
-
-def missing_rate(counts: Counter) -> float:
-    """Return the rate of `check_verdicts`."""
-    return counts["missing"] / max(counts["needed"], min(counts["samples"], MIN_VERDICTS), 1)
+    ended = [sample for sample in samples if not sample.failure]
+    of_batch = verdict_counts(sample.result for sample in ended)
+    rate = 0.0
+    for counts in (of_batch, sum(recent, Counter()), sum(recent[1:], Counter())):
+        needed = max(counts["needed"], min(counts["samples"], MIN_VERDICTS), 1)
+        rate = max(rate, counts["missing"] / needed)
+    if of_batch["missing"] and rate > limit:
+        first = next(sample for sample in ended if sample.result["reward_score"] is None)
+        complaint = f"{rate:.0%} of the samples that needed a verdict have none"
+        stop(run, batch, split, first, complaint, "check the reward function and the reward model")
 
 
 def stop(run: Run, batch: Batch, split: str, sample: Sample, complaint: str, remedy: str) -> None:
@@ -391,8 +373,7 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
     batch = Batch(run.step, temperature, run.config.val_top_p)
     groups = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
     batch.groups = wait_for_rewards(run, batch, groups)
-    check_failures(run, batch, "val")
-    check_verdicts(run, batch, batch.groups, "val")
+    check_results(run, batch, batch.groups, "val")
     return batch.groups
 
 
