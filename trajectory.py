@@ -797,8 +797,7 @@ class Wave:
     settings: dict  # The sampling parameters, which all requests share.
     rollout_batch_size: int
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # roll_out reads these events.
-    trajectories: list = field(default_factory=list)
-    arguments: list[dict] = field(default_factory=list)  # One dict for each trajectory's call.
+    calls: dict = field(default_factory=dict)  # trajectory -> arguments of its call
     waiting: dict[int, TurnRequest] = field(default_factory=dict)  # The next round will sample these.
     requests: dict[int, asyncio.Task] = field(default_factory=dict)  # The last request of each trajectory.
     stalled_s: float = 0.0  # Seconds since the last change of `waiting`.
@@ -812,7 +811,7 @@ class Wave:
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
                 sample.seed = group_seed
-                trajectory = Trajectory(sample, len(self.trajectories), number, group_seed, self)
+                trajectory = Trajectory(sample, len(self.calls), number, group_seed, self)
                 row = sample.row
                 given = self.runner.models | {
                     "prompt": row["prompt"],
@@ -823,31 +822,24 @@ class Wave:
                 }
                 arguments = {name: given[name] for name in self.runner.names} | self.runner.settings
                 # All calls share the settings, and the samples of a group share a row, so copy both.
-                self.arguments.append(copy.deepcopy(arguments) | {"trajectory": trajectory})
-                self.trajectories.append(trajectory)
-        self.unfinished = len(self.trajectories)
+                self.calls[trajectory] = copy.deepcopy(arguments) | {"trajectory": trajectory}
+        self.unfinished = len(self.calls)
 
     async def run(self):
         """Call the function for all samples. Raises RuntimeError if the policy's servers fail."""
+        session = contextlib.nullcontext()
+        self.ask = self.ask_in_rounds
+        if self.servers:
+            session = open_session(self.servers, self.rollout_batch_size)
+            self.ask = partial(self.ask_servers, session)
         try:
-            if self.servers:
-                async with open_session(self.servers, self.rollout_batch_size) as session:
-                    self.ask = partial(self.ask_servers, session)
-                    await self.run_all()
-            else:
-                self.ask = self.ask_in_rounds
-                await self.run_all()
+            async with session, asyncio.TaskGroup() as self.tasks:
+                calls = [self.tasks.create_task(self.one(*call)) for call in self.calls.items()]
+                clock = self.tasks.create_task(self.count_seconds())
+                await asyncio.wait(calls)
+                clock.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-    async def run_all(self):
-        async with asyncio.TaskGroup() as self.tasks:
-            trajectories = []
-            for trajectory, arguments in zip(self.trajectories, self.arguments):
-                trajectories.append(self.tasks.create_task(self.one(trajectory, arguments)))
-            clock = self.tasks.create_task(self.count_seconds())
-            await asyncio.wait(trajectories)
-            clock.cancel()
 
     async def one(self, trajectory, arguments):
         """Call the function in a separate task, so that a call that never ends cannot hold up the run."""
@@ -891,7 +883,7 @@ class Wave:
             if self.waiting and self.stalled_s > STALLED_S:
                 self.stalled_s = 0.0
                 self.report_locks()
-            for trajectory in self.trajectories:
+            for trajectory in self.calls:
                 if trajectory._working_since is None:
                     continue
                 trajectory._left -= passed
@@ -901,7 +893,7 @@ class Wave:
     def report_locks(self):
         """Print where functions wait for locks if that is all that the next round waits for."""
         places = Counter()
-        for trajectory in self.trajectories:
+        for trajectory in self.calls:
             if trajectory._place not in self.waiting and not trajectory._is_closed:
                 place, is_lock = place_of(trajectory._call, self.runner.file)
                 if not is_lock:
