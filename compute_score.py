@@ -483,7 +483,13 @@ def _compare(sides):
 
     boxes = [f"\\boxed{{{side}}}" for side in sides]
     parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
-    return verify(*parsed, timeout_seconds=None, raise_on_error=True)
+    if not verify(*parsed, timeout_seconds=None, raise_on_error=True):
+        return False
+    truth, answer = (side[0] for side in parsed)
+    with contextlib.suppress(TypeError):  # not numbers
+        # math-verify rounds to six decimals, so all small numbers would be equal.
+        return bool(abs(answer - truth) <= 1e-5 * abs(truth))
+    return True
 
 
 @functools.cache
@@ -494,6 +500,16 @@ def _warm_up():
     logger.setLevel(logging.ERROR)
     _compare(["\\frac{1}{2}+x", "0.5"])
     logger.setLevel(level)
+
+
+def _keep_case():
+    """Keep math-verify in this process from reading R as r, which would make R - r equal to 0."""
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify import parser
+
+    config = ConversionConfig(lowercase_symbols=False)
+    parser.latex2sympy = functools.partial(parser.latex2sympy, conversion_config=config)
+    parser.parse_latex_cached.cache_clear()  # The parent filled it.
 
 
 def _start_grader():
@@ -520,6 +536,7 @@ def _grade(pipe):
     pages = int(open("/proc/self/statm").read().split()[0])
     limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _keep_case()
     with contextlib.suppress(EOFError, ConnectionError):  # The parent has ended or closed the pipe.
         while True:
             sides = pipe.recv()
@@ -537,9 +554,11 @@ def _grade(pipe):
             pipe.send(verdict)
 
 
-# math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, and an equation as a value.
+# math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
+# value. It also ignores whether a comma is outside brackets: -1,2 would equal the interval (-1,2).
 _NOT_READ = re.compile(
-    r"=|_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
+    r"=|.'+|^(?=(?:[^(\[,]|[(\[][^(),]*[)\]])*(?:,|or))|"
+    r"_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
     r"(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )
 
@@ -557,7 +576,7 @@ def _math_verify(answer, truth):
     answer, truth = _values(parts), _values(true_parts)
     if answer.isalpha() and truth.isalpha() or _NOT_READ.findall(answer) != _NOT_READ.findall(truth):
         return False
-    if not _agree(parts, true_parts):
+    if not _agree(parts, true_parts) or 1 < len(parts) != len(true_parts) > 1:
         return False
     free, lock = _graders.setdefault(os.getpid(), ([], threading.Lock()))  # atomic
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.

@@ -1824,8 +1824,13 @@ def test_genrm_score_takes_whole_floats():
 # --- math-verify --------------------------------------------------------------------------------------------
 
 FAKE_MATH_VERIFY = """
-import os, time
+import functools, os, sys, time
+from types import SimpleNamespace
 print("noise of an import")
+sys.modules["latex2sympy2_extended"] = sys.modules["latex2sympy2_extended.latex2sympy2"] = (
+    SimpleNamespace(ConversionConfig=dict)
+)
+parser = SimpleNamespace(latex2sympy=str, parse_latex_cached=functools.lru_cache(str))
 def parse(text, parsing_timeout, raise_on_error):
     if "ga" in text:
         raise ValueError
@@ -2120,3 +2125,59 @@ def test_math_verify_compares_values_only():
     assert paid <= 1 and refused <= 7
     assert verified("2x+y=0", "0") is False and verified("x^2=4", "4") is False
     assert verified("5\\text{ km}", "5\\text{ cm}") is False and verified("1,-2", "-2,1") is True
+
+
+# Pairs that math-verify alone would accept, and then pairs whose sides are equal.
+NOT_VALUES = r"""
+1 | \frac{R}{r}
+0 | R-r
+\frac12 | \frac{m}{m+M}
+\pi r^2 | \pi R^2
+\omega+1 | \Omega+1
+-1,2 | (-1,2)
+\{-1,2\} | (-1,2)
+(2,1) | \{1,2\}
+1,1,2 | 1,2
+f'(x) | f(x)
+f'(x)g(x) | f(x)g'(x)
+(1,2),(3,4) | \{1,2\},\{3,4\}
+f^{\prime}(x) | f(x)
+30' | 30
+1.6\times10^{-19} | 9.1\times10^{-31}
+0.00000016 | 0.00000019
+\frac{1}{2023!} | \frac{1}{2024!}
+"""
+VALUES = r"""
+r(R-r) | rR-r^2
+2\Omega | \Omega+\Omega
+(1,2) | x=1,y=2
+2,1 | 1,2
+(0.5,1) | (\frac12,1)
+f'(x)+1 | 1+f'(x)
+2,f(1)/3 | \frac{f(1)}{3},2
+(2,\infty) | x>2
+-2\text{ or }1 | -2,1
+\{1,2\} | 2,1
+\infty+1 | \infty
+\frac{1}{2024!} | \frac{1}{2024\cdot2023!}
+\begin{pmatrix}0.5\\2\end{pmatrix} | \begin{pmatrix}\frac12\\2\end{pmatrix}
+0.333333 | \frac13
+1.60\times10^{-19} | 1.6\times10^{-19}
+\sqrt{12} | 2\sqrt{3}
+3+2i | 2i+3
+(x+1)^2 | x^2+2x+1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+@pytest.mark.parametrize(("pairs", "equal"), [(NOT_VALUES, False), (VALUES, True)])
+def test_math_verify_does_not_merge_answers_that_differ(pairs, equal):
+    """It would lower all capitals, ignore primes, take an interval for its ends and small numbers for 0."""
+    import math_verify
+
+    for answer, truth in (line.split(" | ") for line in pairs.strip().splitlines()):
+        result = scores.compute_score("x", f"\\boxed{{{answer}}}", truth, verifier="math_verify")
+        assert result["acc"] is equal, (answer, truth)
+    ours = math_verify.verify(math_verify.parse("\\boxed{R-r}"), math_verify.parse("\\boxed{0}"))
+    assert ours is True  # The library's own behaviour stays for the caller.
