@@ -425,7 +425,8 @@ def compute_score(
         verifier: "rule" compares normal forms. "math_verify" lets the library math-verify compare values. The
             call then blocks, and acc is None if math-verify does not finish.
     Returns:
-        A dict with score (+1, -1 or None), acc (whether the answer is correct) and pred (the answer).
+        A dict with score (+1, -1 or None), acc (whether the answer is correct) and pred (the answer's normal
+        form, or "[INVALID]" if there is no answer or the box is empty).
     Raises:
         ValueError: The verifier is unknown, the response is not a text, or the ground truth is not a single
             answer.
@@ -433,12 +434,9 @@ def compute_score(
     one_of("verifier", verifier, VERIFIERS)
     truth = single_answer(ground_truth, data_source)
     answer = _find_answer(data_source, policy_text(solution_str, turns)[-TAIL_CHARS:])
-    if answer is None:
-        pred, acc = "[INVALID]", False  # as in the original
-    elif verifier == "math_verify":
-        pred, acc = answer, _math_verify(answer, truth)
-    else:
-        pred, acc = normalize_final_answer(answer), is_equal(answer, truth)
+    pred = normalize_final_answer(answer or "") or "[INVALID]"  # as in the original
+    equal = _math_verify if verifier == "math_verify" else is_equal
+    acc = pred != "[INVALID]" and equal(answer, truth)
     return {"score": _SCORES[acc], "acc": acc, "pred": pred}
 
 

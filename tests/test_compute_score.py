@@ -24,6 +24,7 @@ from aiohttp import web
 
 import compute_score as scores
 from reward_loop import RewardOptions
+from run_folder import majority
 from test_reward_loop import alive
 from toy import toy_world
 
@@ -118,7 +119,8 @@ def test_normalize_final_answer(answer, expected):
         ("\\boxed{1,000}", "1000", 1.0, "1000"),
         ("\\boxed{41}", "42", -1.0, "41"),
         ("42", "42", -1.0, "[INVALID]"),
-        ("\\boxed{}", "dollars", -1.0, ""),  # both normalise to nothing, but an empty answer is not correct
+        ("\\boxed{}", "dollars", -1.0, "[INVALID]"),  # both normalise to nothing
+        ("within \\boxed{\\text{ }}", "5", -1.0, "[INVALID]"),
         ("\\boxed{42}" + "." * 290, "42", 1.0, "42"),
         ("\\boxed{42}" + "." * 291, "42", -1.0, "[INVALID]"),  # the box begins before the last 300 characters
     ],
@@ -129,6 +131,18 @@ def test_rule(solution, truth, score, pred):
         "acc": score > 0,
         "pred": pred,
     }
+
+
+@pytest.mark.parametrize("verifier", ["rule", "math_verify"])
+def test_answers_in_one_normal_form_are_one_vote_and_empty_boxes_none(verifier):
+    if verifier == "math_verify":
+        pytest.importorskip("math_verify")
+    boxes = [r"\frac12", r"\frac{1}{2}", "1/2", "", "~", r"\text{}", ""]
+    infos = [
+        scores.compute_score("x", f"\\boxed{{{box}}}", r"\frac{1}{2}", verifier=verifier) for box in boxes
+    ]
+    assert [info["acc"] for info in infos] == [True] * 3 + [False] * 4 and majority(infos)
+    assert {info["pred"] for info in infos} == {r"\frac{1}{2}", "[INVALID]"}
 
 
 def test_unknown_verifiers_are_refused():
@@ -949,7 +963,7 @@ def turns_of(*texts):
         (["So \\boxed{5}", "Wrong. \\boxed{0}", "Then \\boxed{2}"], "2", "2"),
         (["Hm.", "It is \\boxed{2}" + "." * 400, "Yes."], "2", "[INVALID]"),
         (["So \\boxed{2}", "." * 400, "Yes."], "2", "2"),  # The last 300 characters of the policy count.
-        (["So \\boxed{", "2", "}"], "2", ""),  # The policy did not write what is in the box.
+        (["So \\boxed{", "2", "}"], "2", "[INVALID]"),  # The policy did not write what is in the box.
         (["So \\boxed{4", "", "2}"], "42", "4 2"),
     ],
 )
@@ -1928,7 +1942,7 @@ told(warm=warm, named=named, results=results,
         "ea": failed,
         "ha": failed,
     }
-    expected = {pred: result | {"pred": pred} for pred, result in expected.items()}
+    expected = {pred: result | {"pred": pred.strip()} for pred, result in expected.items()}
     assert told["results"] == expected | {"interrupted": wrong | {"pred": "2"}}
     assert told["hashes"]["acc"] and told["no_box"] == wrong | {"pred": "[INVALID]"}
     assert told["warm"] == [True, True] and told["named"] == [False, True, True]
