@@ -109,7 +109,7 @@ _TOKEN = re.compile(
     r"""
     \\(?:text|mathrm)\s*\{\s*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
     | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[\w*\]
-        | \ban\s+(?=\d) | \ban?\s+(?=[a-zA-Z]{2}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
+        | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+(?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|text[a-z]*|math(?:rm|bf|it|sf)
             |boldsymbol|overline(?=\s*\{\s*[A-Z]+\s*\}))(?![a-zA-Z]) )
     | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
@@ -260,14 +260,20 @@ def normalize_final_answer(answer: str) -> str:
     return ",".join(value for _, value, _ in _parts(answer))
 
 
+_WORDS = re.compile(r"No|(?=.{3})(?:\b[a-zA-Z][a-z]*\s?)+")
+_CAPITAL = re.compile(r"\b[A-Z](?=[a-z]*[aeiouy])")
+
+
 def _values(parts):
     """Join the values of an answer. Parentheses mark values whose order matters because their names differ.
 
-    A capital before a lower-case letter becomes lower case, so "East" equals "east", but "A" is not "a".
-    LaTeX commands keep it: "\\Omega" is not "\\omega".
+    The first letter of a word becomes lower case, so "East" equals "east". Formulas keep their capitals: "A"
+    is not "a", and "Mgh" is not "mgh".
     """
-    values = ", ".join(value for _, value, _ in parts)
-    values = re.sub(r"(?<!(?<!\\)\\)\b[A-Z](?=[a-z])", lambda letter: letter[0].lower(), values)
+    values = ", ".join(
+        re.sub(_CAPITAL, lambda letter: letter[0].lower(), value) if _WORDS.fullmatch(value) else value
+        for _, value, _ in parts
+    )
     if len({name for name, _, _ in parts if name}) > 1:
         return f"({values})"
     return values
@@ -448,8 +454,12 @@ def _find_answer(data_source, text):
     if data_source in ("gsm8k", "openai/gsm8k"):
         _, mark, rest = text.rpartition("####")
         line = rest.strip().partition("\n")[0]
-        number = re.fullmatch(r"[\\$* ]*+(-?)[\\$]*([0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*", line)
-        if mark and number:  # "18 or 20" is not an answer.
+        number = re.fullmatch(
+            r"(?i)[\\$* ]*+([-−]?)[\\$]*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?+)(?!,?\d|[\s*]*"
+            r"(?:(?:k|or|and)\b|dozen|hundred|thousand|million|billion|[²³¼-¾⅐-⅞]))[^0-9]*",
+            line,
+        )
+        if mark and number:  # "18 or 20", "1,2" and "5 million" are not answers.
             return number[1] + number[2].replace(",", "")
     return None
 

@@ -215,11 +215,26 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
         ("#### 1234e3", False),
         ("#### -$1234", False),
         ("#### 1234\n\nWait.\n#### unknown", False),  # only the last one counts
+        ("#### 1234 kilometers, as computed", True),
+        ("#### 1,2,34", False),
+        ("#### 12,34", False),
+        ("#### 1234 million", False),
+        ("#### 1234 Dozen eggs", False),
+        ("#### 1234k", False),
+        ("#### 1234½", False),
+        ("#### 1234 and a half", False),
+        ("#### 1234 or twelve", False),
+        ("#### −1234", False),
     ],
 )
 def test_gsm8k(solution, acc):
     assert scores.compute_score_gsm8k("gsm8k", solution, "1234")["acc"] is acc
     assert scores.compute_score("gsm8k", solution, "1234")["acc"] is acc
+
+
+def test_a_negative_number_after_hashes_may_have_the_minus_of_unicode():
+    for number in ("-5", "−5", "-$5", "$−5"):
+        assert scores.compute_score_gsm8k("gsm8k", f"#### {number}", "-5")["acc"]
 
 
 @pytest.mark.parametrize("solution", ["#### 7 so \\boxed{8", "\\boxed{7} so \\boxed{8"])
@@ -345,6 +360,9 @@ AB = 3 or AB = \pi or AB = 5 | 3, \pi, 5
 12\text{ in} | 12\text{ inches}
 5\text{ centimeters} | 5\text{ cm}
 East | \text{east}
+\text{Both Even} | both even
+\text{No} | no
+\text{a cube} | cube
 \emptyset | \varnothing
 {x}^{2} | x^2
 **7** | 7
@@ -367,7 +385,19 @@ NO_ANSWERS += ['{"inputs": ["1\\n"], "outputs": ["2\\n"]}', '{"inputs": ["1\n"]}
 
 @pytest.mark.parametrize(
     ("answer", "truth"),
-    [(r"\Omega", r"\omega"), (r"(3,\frac{\Pi}{2})", r"(3,\frac{\pi}{2})"), ("a 2^n", "2^n")],
+    [
+        (r"\Omega", r"\omega"),
+        (r"(3,\frac{\Pi}{2})", r"(3,\frac{\pi}{2})"),
+        ("a 2^n", "2^n"),
+        (r"\frac{mg}{M+m}", r"\frac{Mg}{M+m}"),
+        ("ax+By", "Ax+By"),
+        ("Aa", "aa"),
+        ("AaBb", "aaBb"),
+        ("Mgh", "mgh"),
+        ("2+a bc", "2+bc"),
+        ("2 + a bcd", "2 + bcd"),
+        ("a xy", "xy"),
+    ],
 )
 def test_names_in_formulas_keep_their_case_and_are_no_articles(answer, truth):
     assert not scores.is_equal(answer, truth) and scores.is_equal(truth, truth)
