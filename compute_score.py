@@ -64,38 +64,39 @@ def remove_boxed(boxed: str) -> str:
 # lists extensions and stricter rules. An answer is split into LaTeX tokens. The tokens on each line of this
 # table are synonyms, and the first one replaces the others.
 _SAME = r"""
-- − –
+- − – ‑
 \pi π
 \infty ∞
 \sqrt √
 \cdot \times · × *
 \ldots \dots \cdots ...
-\le ≤ <= \leq \leqslant
-\ge ≥ >= \geq \geqslant
+\le ≤ ⩽ <= \leq \leqslant
+\ge ≥ ⩾ >= \geq \geqslant
 \ne ≠ \neq
 < \lt
 > \gt
 \{ \lbrace
 \} \rbrace
 | \vert \lvert \rvert
-\emptyset \varnothing
+\emptyset \varnothing ∅
+\cup ∪
 \frac \dfrac \tfrac \cfrac
 \binom \dbinom \tbinom
 \begin{pmatrix} \begin{bmatrix}
 \end{pmatrix} \end{bmatrix}
 percent % \%
 degrees degree ° \degree ^\circ ^{\circ}
-meters \text{m} \mathrm{m}
+meters \text{m} \textrm{m} \mathrm{m}
 , and
 """
 # Here, synonyms end at a semicolon or at the end of a line.
 _UNITS = """
 units unit; dollars dollar; cents cent; percent; degrees; points; digits; ways; integers; multiples; th
 meters meter; cm centimeter centimeters; mm millimeter millimeters; km kilometer kilometers
-inches inch in; feet foot ft; yards yard; miles mile; mph
+inches inch in; feet foot ft; yards yard; miles mile
 kg kilogram kilograms; grams gram g; pounds pound lb lbs; liters liter
 seconds second; minutes minute min; hours hour hr hrs; days day; weeks week; months month; years year
-meals; edges; students; children; people; tickets
+degreesC; degreesF; meals; edges; students; children; people; tickets
 """
 
 
@@ -105,12 +106,13 @@ def _first_of_line(table):
 
 _SAME = _first_of_line(_SAME)
 _UNITS = _first_of_line(_UNITS)
+_UNICODE = str.maketrans({"²": "^2", "³": "^3", "½": "\\frac12"})
 _TOKEN = re.compile(
     r"""
-    \\(?:text|mathrm)\s*\{\s*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
-    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[\w*\]
+    \\(?:text|textrm|mathrm)\s*\{[\s~]*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
+    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
         | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+(?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
-        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|text[a-z]*|math(?:rm|bf|it|sf)
+        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|text[a-z]*|math(?:rm|bf|it|sf)
             |boldsymbol|overline(?=\s*\{\s*[A-Z]+\s*\}))(?![a-zA-Z]) )
     | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
         (?:(?:,|\s*\{\s*,\s*\}\s*|\\,)(?:\\!\s*)?\d{3})+ (?!\d)(?:\.\d+)? )
@@ -126,8 +128,9 @@ _ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\bino
 def _tokens(answer):
     """Split `answer` into tokens, replace synonyms, and drop white space and font commands."""
     found = []
+    answer = re.sub(r"√\s*(?:(\d[\d.]*)|\(([^()]*)\))", r"\\sqrt{\1\2}", answer.translate(_UNICODE))
     for match in _TOKEN.finditer(answer):
-        token = re.sub(r"\s", "", match[0])
+        token = re.sub(r"[\s~]", "", match[0])
         if match["thousands"] and re.search(r"[{\\]", token):  # A plain "1,234" may be a list.
             token = re.sub(r"[^\d.]+", "", token)
         if not match["space"]:
@@ -163,8 +166,10 @@ def _members(answer):
         else:
             wanted = _ARGUMENTS.get(token.partition("[")[0], 0)
         depth += (token in _OPENING) - (token in _CLOSING)
-        if depth == 0:
-            token = "\n" if token in (",", ";") else token.replace(",", "")
+        if depth == 0 and token not in (",", ";"):
+            token = token.replace(",", "")  # the thousands of 10,000
+        elif depth == 0 and not any(groups):
+            token = "\n"
         if token:
             found.append(token)
     text = " ".join(found)
@@ -173,7 +178,7 @@ def _members(answer):
     return [member.replace("~", " ") for member in text.split("\n") if member]
 
 
-_OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
+_OPENING, _CLOSING = ("(", "[", "\\{"), (")", "]", "\\}")
 # These substitutions span several tokens and are applied in order. Each line has a regular expression, an
 # arrow and a replacement. The text has one line per member of the answer, and ~ marks white space to keep.
 _SPELLINGS = r"""
@@ -184,25 +189,29 @@ _SPELLINGS = r"""
 (?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
 \x20                                        →
 # 1/2, \pi/2, and 1 1/2; a minus in a numerator moves before the fraction, except in 2\frac{-1}{2}
-START((?:[\w.]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
+START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
 (?<=\d)~(?=\\frac)                          →
 (^|[(\[{,\n=&\\]|matrix\})\\frac\{-((?:[^{}+-]|\{[^{}+-]*\})+)\} → \1-\\frac{\2}
-# x^{2}, +5, .5, 34.0, 025, a full stop, (A)
+# x^{2}, +5, .5, 34.0, 025, a full stop; at the end (A)
 ([\^_])\{(\w)\}(?!\w)                       → \1\2
 (^|[(\[,=])\+                               → \1
 (?<![\d.])\.(?=\d)                          → 0.
-(\.\d*?)0+(?![\d\\])                        → \1
+(\.\d*?)0+(?!\d|\\overline|\\dot|\\ldots)   → \1
 \.(?!\d|\\overline|\\dot)                   →
 (^|=)(-?)0+(?=\d+(?![\d.]))                 → \1\2
-^\(?([A-J])\)?:?$                           → \1
+# Rates: dollars per day, mph, m/s
+(?:~|(?<=\d))per~                           → /
+(?<![a-zA-Z\\])mph\b                        → miles/h
+(?<=[\d})i])m(?=/s\b)                       → meters
 # A row separator before the end of a matrix, any matrix, \$5, 5 square cm, 16 years old, "the answer is 7"
 \\\\(?=\\end)                               →
 [(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
-\\\$(\d[\d.]*)                              → \1dollars
+\\\$(-?\d[\d.]*)                            → \1dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →
 ^(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
+^\(?([A-J])\)?:?$                           → \1
 """
 _NEGATION = r"\b(?:not|no\b|never|neither|nor\b|none|cannot|isn|without|wrong|false)"
 for _short, _long in {
@@ -232,7 +241,7 @@ _CONSTANT = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|binom|ln|log|pm)(?![a-zA-Z]) 
 _SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")
 _NAME = re.compile(_NAME)
 _UNIT = "|".join(sorted(_UNITS, reverse=True))
-_UNIT = re.compile(rf"(.*?[\d}})i]) ?({_UNIT}|m/s)((?: ?per |/)\w+)?(\^[23])?")
+_UNIT = re.compile(rf"(.*?[\d}})i]) ?({_UNIT})(/\w+)?(\^[23])?")
 
 
 def _name_value_unit(text):
@@ -246,7 +255,8 @@ def _name_value_unit(text):
         name = heads[0]
     elif len(names) + len(constants) < len(heads) or constants and not _CONSTANT.fullmatch(value):
         return "", text, ""  # an equation
-    return name, value, _UNITS.get(unit, unit) + rate.replace(" ", "") + power
+    rate = re.sub("(?<=^/h)(our|r)$|(?<=^/s)ec.*", "", rate)
+    return name, value, _UNITS.get(unit, unit) + rate + power
 
 
 @functools.lru_cache(4096)  # All samples of a group share a ground truth.

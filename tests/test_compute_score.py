@@ -323,6 +323,17 @@ x_{12} | x_1 2
 |AB|=1 | |BC|=1
 101_2 | 101_3
 5\ldots | 5
+0.30\overline{3} | 0.3
+x² | x_2
+√12 | \sqrt{1}2
+20^\circ\text{C} | 20^\circ\text{F}
+5\text{ m/s} | 5\text{ m/h}
+V/hr | V/h
+5\text{ m/s} | 5\text{ m/s}^2
+60\text{ mph} | 60\text{ km/h}
+\text{The answer is not (A)} | A
+2^x/4 | 2^{x/4}
+x_{1,2} | x_{12}
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -363,6 +374,41 @@ East | \text{east}
 \text{Both Even} | both even
 \text{No} | no
 \text{a cube} | cube
+1.50\times10^5 | 1.5\times 10^5
+1.0\times 10^5 | 1\times10^5
+2.0\pi | 2\pi
+2.0\sqrt{3} | 2\sqrt3
+√12 | \sqrt{12}
+2√(x+1) | 2\sqrt{x+1}
+(−∞, 2) ∪ (3, ∞) | (-\infty,2)\cup(3,\infty)
+∅ | \emptyset
+x ⩽ 2 | x \leq 2
+x²y | x^2y
+5 cm² | 5\text{ cm}^2
+5½ | 5\frac{1}{2}
+‑5 | -5
+5\mathrm{~m} | 5
+5 \mathrm{~m} | 5\text{ m}
+5\textrm{ m} | 5\text{ m}
+10\text{ m/s} | 10\,\mathrm{m}/\mathrm{s}
+10\mathrm{~m/s} | 10\text{ meters per second}
+9.8\text{ m/s}^2 | 9.8
+60\text{ km/h} | 60\text{ kilometers per hour}
+60\text{ miles/hour} | 60\text{ miles per hour}
+60\text{ mph} | 60\text{ miles per hour}
+60\text{ km/hr} | 60\text{ km/h}
+5\text{ cm/sec} | 5\text{ cm/s}
+\$5\text{ per day} | 5\text{ dollars/day}
+\frac{10,000}{3} | \frac{10000}{3}
+\sqrt{1,000} | \sqrt{1000}
+\text{The answer is (A)} | A
+\pi^2/6 | \frac{\pi^2}{6}
+x^2/4 | \frac{x^2}{4}
+\begin{pmatrix} 1 \\[0.5em] 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+20^\circ\text{C} | 20
+\$-5 | -5
+5 {\rm cm} | 5\text{ cm}
+\rm{A} | A
 \emptyset | \varnothing
 {x}^{2} | x^2
 **7** | 7
