@@ -31,6 +31,7 @@ import signal
 import threading
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import Literal
 
 import aiohttp
@@ -307,6 +308,11 @@ def is_equal(answer: str, truth: str) -> bool:
 _SCORES = {True: 1.0, False: -1.0, None: None}  # None: correctness is unknown
 
 
+def written_out(value) -> str:
+    """Return `value` as text, with all digits of a number: 0.00005, not 5e-05."""
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
+
+
 def single_answer(ground_truth, data_source="") -> str:
     """Return a ground truth as text. A list of one text (as JSON or as Python prints it, too) is this text.
 
@@ -320,7 +326,7 @@ def single_answer(ground_truth, data_source="") -> str:
         found = found[0]
     answer = None
     if isinstance(found, (str, int, float)) and found == found:  # NaN does not equal itself.
-        answer = _answer_in(str(found).strip())
+        answer = _answer_in(written_out(found).strip())
     if not answer:
         raise ValueError(
             f"ground_truth: {ground_truth!r:.80} (data source {data_source}) is not a single "

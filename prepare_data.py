@@ -45,6 +45,7 @@ from compute_score import (
     last_boxed_only_string,
     remove_boxed,
     whole_number,
+    written_out,
 )
 
 # --- 1. Prompts (paper appendix F), verbatim --------------------------------------------------------
@@ -284,7 +285,7 @@ def _final_answer(raw, columns):
     answer = raw[column]
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number")
-    answer = str(answer).strip()
+    answer = written_out(answer).strip()
     if last_boxed_only_string(answer) not in (None, answer):
         raise ValueError(
             f"column {column!r} is a worked solution ({answer[:60]!r}); add a column 'answer' "

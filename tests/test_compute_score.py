@@ -477,6 +477,8 @@ def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
         (("4",), "4"),
         (numpy.array(["4"]), "4"),
         (numpy.int64(4), "4"),
+        (0.00005, "0.00005"),
+        (-1e16, "-10000000000000000"),
         ('["[1, 2]"]', "[1, 2]"),
         *[(text, text) for text in ("[1, 2]", "[0, 1)", "(3, 4)", "\\{1, 2\\}", "{1, 2}", "[(1, 2)]")],
         *[(text, text) for text in ("[[1, 2], [3, 4]]", "[a, b]", "[0, \\infty)", "[4]")],

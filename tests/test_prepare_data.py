@@ -421,6 +421,14 @@ def test_the_answer_is_taken_and_not_the_worked_solution(tmp_path, columns, over
     assert {row["extra_info"]["question"] for row in rows} == {"1+1?"}
 
 
+def test_small_and_large_numbers_are_written_out(tmp_path):
+    values = [0.00005, 1e16, 0.5, 7]
+    write_jsonl(tmp_path / "math-dapo.jsonl", [{"problem": "1+1?", "answer": value} for value in values])
+    rows = build(["dapo"], tmp_path, tmp_path / "out")["math-dapo_train.parquet"]
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert [float(truth) for truth in truths] == values and "e" not in "".join(truths)
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
