@@ -579,11 +579,12 @@ def _grade(pipe):
 
 
 # math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
-# value. It also ignores whether a comma is outside brackets: -1,2 would equal the interval (-1,2).
+# value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
+# case of symbols with names such as \Omega and A_1.
 _NOT_READ = re.compile(
-    r"=|.'+|^(?=(?:[^(\[,]|[(\[][^(),]*[)\]])*(?:,|or))|"
-    r"_(?:\w|\{.*?\})|\d \d|\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|"
-    r"(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
+    r"=|.'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
+    r"^(?=(?:[^(\[,]|[(\[][^(),]*[)\]])*(?:,|or))|\d \d|"
+    r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )
 
 

@@ -2226,6 +2226,11 @@ NOT_VALUES = r"""
 \frac12 | \frac{m}{m+M}
 \pi r^2 | \pi R^2
 \omega+1 | \Omega+1
+\omega | \Omega
+(\Delta,1) | (\delta,1)
+A_1 | a_1
+R_{in} | r_{in}
+\Delta_1 | \delta_1
 -1,2 | (-1,2)
 \{-1,2\} | (-1,2)
 (2,1) | \{1,2\}
