@@ -1631,20 +1631,24 @@ def test_why_ray_cannot_be_used_and_what_to_do(monkeypatch, address, error, prob
 def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
     """Ray restarts them forever. Here, its memory monitor finds every machine too full."""
     rule = "async def rule(data_source, solution_str, ground_truth, extra_info): return 1.0"
-    (tmp_path / "rule.py").write_text(f"import time\ntime.sleep(3)\n{rule}\n")
+    load = f"import sys, time\ntime.sleep(0 if 'driver' in sys.argv else 30)\n{rule}\n"
+    (tmp_path / "rule.py").write_text(load)
     code = f"""
         import reward_loop
+        sys.argv.append("driver")
         reward_loop.GIVE_UP_AFTER = 1
         options = reward_loop.RewardOptions(reward_fn="{tmp_path}/rule.py:rule", num_workers=1)
         reward_loop.RewardLoopManager(options)
     """
     environment = os.environ | {
         "RAY_memory_usage_threshold": "0.001",
-        "RAY_memory_monitor_refresh_ms": "1000",  # often enough, as the function takes longer to load
+        # A look at all processes of a busy machine takes seconds more, but workers load even longer.
+        "RAY_memory_monitor_refresh_ms": "1000",
         "RAY_ADDRESS": "local",
     }
     ended = forked.run(["-c", SMALL_RAY + textwrap.dedent(code)], env=environment, timeout=300)
     line = ended.stderr.rpartition("\nRuntimeError: ")[2]
+    assert ended.returncode == 1, ended
     assert "a reward worker cannot be started: out of memory. Ray reports: " in line
     assert "GB used" in line and "lower --num-workers" in line
 
