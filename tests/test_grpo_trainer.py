@@ -472,6 +472,7 @@ def test_an_error_of_the_judges_address_comes_before_the_policy_loads(workshop, 
             grpo_trainer.train(config)
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_is_edited_while_a_run_starts_ends_the_start(workshop, rewards_here, tmp_path):
     """Otherwise, starts.jsonl would name another version of the function than the one that scores."""
     file = tmp_path / "reward.py"

@@ -488,6 +488,7 @@ def test_a_grading_process_that_dies_between_two_samples_costs_none(shared):
     ] * 2  # one per worker
 
 
+@pytest.mark.slow
 def test_the_time_limit_covers_a_sample_that_the_process_does_not_read(start):
     """The sample is larger than the pipe's buffer, so sending it blocks."""
     manager = start(f"{FAULTS}:sync_fault", timeout=3.0)
