@@ -282,7 +282,7 @@ def _values(parts):
     is not "a", and "Mgh" is not "mgh".
     """
     values = ", ".join(
-        re.sub(_CAPITAL, lambda letter: letter[0].lower(), value) if _WORDS.fullmatch(value) else value
+        _CAPITAL.sub(lambda letter: letter[0].lower(), value) if _WORDS.fullmatch(value) else value
         for _, value, _ in parts
     )
     if len({name for name, _, _ in parts if name}) > 1:
@@ -601,7 +601,8 @@ def _math_verify(answer, truth):
     answer, truth = _values(parts), _values(true_parts)
     if answer.isalpha() and truth.isalpha() or _NOT_READ.findall(answer) != _NOT_READ.findall(truth):
         return False
-    if not _agree(parts, true_parts) or 1 < len(parts) != len(true_parts) > 1:
+    lengths = {len(parts), len(true_parts)}
+    if not _agree(parts, true_parts) or len(lengths) > 1 and min(lengths) > 1:  # lists of different lengths
         return False
     free, lock = _graders.setdefault(os.getpid(), ([], threading.Lock()))  # atomic
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
@@ -663,7 +664,7 @@ _CYRILLIC = dict(zip("авьԁегғһніјӏкмопрԛѕтуүѵԝхс", "ab
 _GREEK = dict(zip("αβγεζηικμνορςστυχωϳΗΜΝΣΥ", "abyeznikuvopcotuxwjhmncy", strict=True))
 _LOOK_ALIKES = _CYRILLIC | _GREEK | {"ɑ": "a", "ǀ": "l"}
 _LATIN = re.compile("LATIN .*LETTER (?:SMALL CAPITAL |SCRIPT |DOTLESS )?([A-Z])(?: WITH .*)?")
-# The letters and digits that look alike in some font, because patterns ignore case
+# In some font, I, l and 1 look alike, and so do O and 0. The patterns ignore case.
 _ALIKE = dict.fromkeys("il1", "[il1]") | dict.fromkeys("o0", "[o0]")
 
 

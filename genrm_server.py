@@ -284,7 +284,7 @@ class ModelServers:
         self.before_joining = before_joining
         label = f"[{name}] " if name else ""
         self.asleep = False
-        self.reason = ""  # why the service gave up on the first server, if not because it failed
+        self.reason = ""  # why the service gave up on a server that had not failed
         self.all_ready = threading.Event()
         self.stopping = threading.Event()
         self.lock = threading.Lock()
@@ -495,8 +495,11 @@ class ModelServers:
         if slot.joined:
             slot.joined = 0
             url = f"{self.router.url}/workers?url={slot.url}"
-            # Otherwise the router would let the restarted server in before it is checked. It may be busy.
-            any(request("DELETE", url, None, self.config.server_key)[0] for _ in range(2))
+            status, _ = request("DELETE", url, None, self.config.server_key)
+            if (
+                not status
+            ):  # The router may be busy. It must not let the server in again before it is checked.
+                request("DELETE", url, None, self.config.server_key)
 
     def call_server(self, slot: ServerSlot, method: str, *args):
         """Call a method of the server, here or in its Ray actor. Ray may have to place the actor first.

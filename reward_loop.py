@@ -167,18 +167,17 @@ class RewardOptions:
             config.check()
         return plan_call(self, started or addresses or dict.fromkeys(models, "host:0"))
 
-    def scored_by(self) -> dict:
+    def scored_by(self, job: Job) -> dict:
         """Return what decides the scores (reward function and reward models) in values that JSON keeps.
 
-        A name or a path says nothing about the content, so "files" and "models" describe the files. A model
-        whose server does not respond is None.
+        `job` is the result of make_job. A name or a path says nothing about the content, so "files" and
+        "models" describe the files. A model whose server does not respond is None.
         """
         chosen = json_object("reward_kwargs", self.reward_kwargs).get("genrm_model")
         models = served_models(named("router_address", self.router_address), chosen)
         for name, path in named("genrm", self.genrm).items():
             models[name] = f"{path} {folder_digest(path)}"
         tokenizer = self.reward_model_tokenizer or ""
-        job = self.make_job()
         return {
             "reward_fn": job.function.rpartition(":")[2],
             "files": sorted(job.files.values()),  # Their folder may have been moved.

@@ -471,8 +471,9 @@ class Run:
 
             self.reservation = placement.Reservation(placement.process_specs(config))
             stack.callback(self.reservation.close)
-        self.scoring_files = config.make_job().files
-        note_start(config, self.step, config.scored_by())
+        job = config.make_job()
+        self.scoring_files = job.files
+        note_start(config, self.step, config.scored_by(job))
         self.compare_scoring()
         self.log = Log(config, self.step)
         if import_tools():

@@ -200,7 +200,7 @@ def run(config: Config):
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "genrm": list(config.genrm),
         "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
-    } | config.scored_by()
+    } | config.scored_by(job)
 
     def check(done, at_least):
         rate = no_verdict_rate(done.values(), at_least)

@@ -411,7 +411,7 @@ def test_a_run_that_resumes_with_another_judge_says_so(tmp_path, model, tokenize
     for version, told in (("1st", 0), ("1st", 0), ("2nd judge", 1), ("2nd judge", 0)):
         if told or not (judge / "model.safetensors").exists():
             (judge / "model.safetensors").write_text(version)
-        run_folder.note_start(run.config, run.step, run.config.scored_by())
+        run_folder.note_start(run.config, run.step, run.config.scored_by(run.config.make_job()))
         run.compare_scoring()
         line = "resuming with a different judge or reward function (not the same: the model genrm); rewards "
         assert capsys.readouterr().out.count(line) == told
@@ -436,7 +436,7 @@ def test_a_run_that_resumes_with_another_reward_function_says_so(tmp_path, model
         if changes.pop("edit", False):
             file.write_text(source.replace("return bonus", "return bonus + 1"))
         config = dataclasses.replace(run.config, **begun | changes)
-        run_folder.note_start(config, run.step, config.scored_by())
+        run_folder.note_start(config, run.step, config.scored_by(config.make_job()))
         run.compare_scoring()
         line = f"resuming with a different judge or reward function (not the same: {told}); rewards before "
         output = capsys.readouterr().out
@@ -455,7 +455,7 @@ def test_a_run_that_resumes_with_judges_of_other_names_or_in_another_order_says_
     run = prepared(tmp_path, model, tokenizer, resume="auto", router_address=begun, reward_fn=reward)
     for addresses in (begun, begun, judges):
         config = dataclasses.replace(run.config, router_address=tuple(addresses))
-        run_folder.note_start(config, run.step, config.scored_by())
+        run_folder.note_start(config, run.step, config.scored_by(config.make_job()))
         run.compare_scoring()
     names = ", ".join(judge.split("=")[0] for judge in judges)
     line = f"(not the same: the names of the models (quick, strict; now {names})); rewards before and "

@@ -250,7 +250,7 @@ def test_resume_notices_another_judge_behind_the_address(tmp_path, serve, monkey
     header = {"reward_fn": config.reward_fn, "reward_kwargs": arguments, "genrm": []}
     header["data"] = hashlib.sha256(data.read_bytes()).hexdigest()
     header["files"] = config.make_job().files
-    header |= config.scored_by()
+    header |= config.scored_by(config.make_job())
     for model, is_other in (("judge None", False), ("another-judge None", True), ("judge /models/b", True)):
         header["models"] = {"genrm": model}
         partial.write_text(json.dumps(header) + "\n")
