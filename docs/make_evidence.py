@@ -53,7 +53,6 @@ STANDARD, COMPARED, OWN, SHOP = map(WORLDS.get, ("standard", "compared", "own", 
 OWN_JUDGES = ("first_judge", "trained_judge")
 CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
 KNOWN = {*OWN_JUDGES, *(name for titles in TITLES.values() for name in titles)}  # algorithms of the tables
-COSTS = {"0": "_cost0", "0.01": "_cost0.01", "0.03": "", "0.1": "_cost0.1"}  # ends of names by cost
 CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "calls", "flawed_positive_rate", "lambda")
 
 
@@ -536,33 +535,13 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
-def plot(axes, metrics: dict[str, str], runs: list[dict], titles: dict[str, str], *worlds: str) -> None:
-    """Plot rollout metrics of the algorithms in `titles`. `metrics` maps each to its panel's title."""
-    for axis, (key, title) in zip(axes, metrics.items()):
-        for name, label in titles.items():
-            curves = [run["curves"][key] for run in of(runs, name, *worlds)]
+def plot(axes, about: dict, runs: list[dict]) -> None:
+    """Plot rollout metrics of the algorithms, as an entry of tables.toml describes the panels."""
+    for axis, (metric, worlds, title) in zip(axes, about["panels"]):
+        for name, label in TITLES[about["titles"]].items():
+            curves = [run["curves"][metric] for run in of(runs, name, *worlds)]
             band(axis, curves, COLOURS[name], label)
-        axis.set_title(title)
-
-
-def draw_three(name: str, runs: list[dict], titles: dict[str, str], *worlds: str) -> None:
-    """Plot three metrics side by side."""
-    figure, axes = panels(13.5, 4.2, 1, 3, sharey=True)
-    plot(axes, DATA["panels"], runs, titles, *worlds)
-    save(figure, name)
-
-
-def draw_second_world(runs: list[dict]) -> None:
-    """Plot each algorithm from each checkpoint: flawed positives above, fully correct answers below."""
-    figure, axes = panels(13.9, 7.6, 2, 3, sharey="row")
-    for column, world in enumerate(OWN):
-        metrics = {}
-        for key in ("oracle_flawed_positive_rate", "truly_correct"):
-            metrics[key] = f"checkpoint {world[-1]}: {DATA['panels'][key]}"
-        plot(axes[column::3], metrics, runs, TITLES["second_world"], world)
-    for axis in axes:
-        axis.title.set_size(10)
-    save(figure, "second_world.png")
+        axis.set_title(title, size=about["title_size"])
 
 
 def draw_weak_start(runs: list[dict]) -> None:
@@ -601,8 +580,7 @@ def draw_judges(runs: list[dict]) -> None:
 def draw_variants(runs: list[dict]) -> None:
     """Plot the median and range of each variant's flawed-positive rate, from checkpoint 0 and its twin."""
     figure, (axis,) = panels(10, 6.4, 1, 1)
-    worlds = (OWN[0], "checkpoint 0", "#0072B2", "o", -0.15), ("again0", "twin", "#D55E00", "s", 0.15)
-    for world, label, colour, marker, shift in worlds:
+    for world, (label, colour, marker, shift) in DATA["twins"].items():
         medians = []
         for place, name in enumerate(TITLES["variants"]):
             found = []
@@ -626,27 +604,27 @@ def draw_shop(runs: list[dict]) -> None:
     """Plot the training curves of both rewards, and the final metrics for each cost of a look-up."""
     figure, axes = panels(11, 7.4, 2, 2)
     figure.suptitle("A tool that costs 0.03 per call: nine runs, smoothed over 5 steps")
-    titles = TITLES["tools_compared"]
     *curves, ends = axes
-    plot(curves, DATA["tool_panels"], runs, titles, *SHOP)
+    plot(curves, DATA["shop"], runs)
     compared = with_same_seeds(runs, CSV_TABLES["shop_costs"].algorithms)
-    for name, label in titles.items():
+    for name, label in TITLES["tools_compared"].items():
         values = []
-        for cost, end in COSTS.items():
+        for cost, end in DATA["costs"].items():
             some = of(compared, name + end, *SHOP)
             found = [run["after"]["shop/truly_correct/mean@1"] for run in some]
             ends.scatter([cost] * len(found), found, color=COLOURS[name], s=22)
             values.append(median(found))
-        ends.plot([*COSTS], values, color=COLOURS[name], label=label)
+        ends.plot([*DATA["costs"]], values, color=COLOURS[name], label=label)
     ends.set(title="fully correct after 40 steps: each run, and the median", xlabel="cost per call")
     save(figure, "shop.png", ylim=None)
 
 
 def draw(runs: list[dict]) -> None:
-    draw_three("policies.png", runs, TITLES["first_world"], *STANDARD)
-    draw_three("second_world_long.png", runs, TITLES["longer"], OWN[0])
-    draw_three("classifier.png", runs, TITLES["classifier_curves"], COMPARED[0])
-    for figure in (draw_weak_start, draw_second_world, draw_judges, draw_variants, draw_shop):
+    for name, about in DATA["curves"].items():
+        figure, axes = panels(*about["size"], sharey=about["sharey"])
+        plot(axes, about, runs)
+        save(figure, name)
+    for figure in (draw_weak_start, draw_judges, draw_variants, draw_shop):
         figure(runs)
 
 
