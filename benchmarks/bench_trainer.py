@@ -35,7 +35,7 @@ from statistics import median
 import psutil
 import torch
 import tyro
-from measuring import machine, started
+from measuring import groups_of, machine, started
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -86,7 +86,7 @@ def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sa
     advantages_P_G = compute_advantages(torch.tensor(rewards).view(-1, GROUP))
     for sample, advantage in zip(samples, advantages_P_G.flatten().tolist()):
         sample.advantage = advantage
-    return [samples[start : start + GROUP] for start in range(0, len(samples), GROUP)]
+    return groups_of(samples, GROUP)
 
 
 def run_ours(job: dict) -> dict:

@@ -39,14 +39,13 @@ import transformers
 import tyro
 from transformers import AutoTokenizer
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+from measuring import ROOT, error_text, groups_of, started
 import compute_score
 import genrm_server
 import grpo_trainer
 import causal_lm
 import policy
 from gpu_models import (
-    groups_of,
     measure,
     new_model,
     peak_of,
@@ -55,7 +54,6 @@ from gpu_models import (
     toy_tokenizer,
     write_model,
 )
-from measuring import ROOT, error_text, started
 from tools import plan_run
 import reward_loop
 from prepare_data import write_table

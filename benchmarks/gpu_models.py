@@ -6,14 +6,13 @@ sampler would agree with every trainer. Not covered: the models' quality, severa
 
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from measuring import groups_of
 import policy
 from toy import warm_start
 
@@ -65,10 +64,6 @@ def write_model(model, tokenizer, folder: Path) -> None:
     model.model.norm.weight *= math.sqrt(2 * (math.log(model.config.vocab_size) - 4)) / logits.std(-1).mean()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def groups_of(samples) -> list[list]:
-    return [samples[start : start + 8] for start in range(0, len(samples), 8)]
 
 
 def random_samples(learner, length: int, count: int) -> list[policy.Sample]:

@@ -1,4 +1,6 @@
-"""What several benchmarks share: child processes, servers, CPU time, and the line about the machine.
+"""What several benchmarks share: child processes, servers, CPU time, groups, and the line about the machine.
+
+The other files of this folder import this one first, because it puts the repository on the path.
 
 Not covered: measurements on a GPU (gpu_models.py).
 """
@@ -52,6 +54,11 @@ def error_text(error: Exception) -> str:
     """Return an exception's type and message in one line, which is shortened in the middle."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
+
+def groups_of(samples: list, size: int = 8) -> list[list]:
+    """Return successive groups of `size` samples."""
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
 
 
 def free_port() -> int:

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
-from measuring import started
+from measuring import groups_of, started
 
 WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
 TURN = 10.0  # duration of a turn in seconds
@@ -140,8 +140,7 @@ def run_trl(job: dict, events) -> None:
         scores = []
         for completion, text in zip(completions, row):
             scores.append(result_of(json.loads(text), completion[0]["content"])["score"])
-        groups = [scores[start : start + job["group"]] for start in range(0, len(scores), job["group"])]
-        spread = statistics.fmean(len(set(group)) > 1 for group in groups)
+        spread = statistics.fmean(len(set(group)) > 1 for group in groups_of(scores, job["group"]))
         log_event(events, "rewards", reward=statistics.fmean(scores), spread=spread)
         return scores
 

@@ -22,13 +22,11 @@ flawed.
 import json
 import re
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workers load this file by its path
-from recipes import gym_tasks  # noqa: E402
+from recipes import gym_tasks
 
 SETTINGS = {"max_value": 30}  # A policy of 1 M parameters would learn larger numbers too slowly.
 LINE = re.compile(r"([0-9]{1,9})=([0-9]{1,9})\*([0-9]{1,9})\+([0-9]{1,9})")

@@ -23,17 +23,17 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import check_gpu
+from measuring import error_text, started
 import genrm_server
 import gpu_models
 import policy
-from measuring import error_text, started
 from cluster.ranks import RankedPolicy, Ranks
 from run_folder import read_lines
 from tools import plan_run
