@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,10 +54,10 @@ def error_text(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
 
+
 def groups_of(samples: list, size: int = 8) -> list[list]:
     """Return successive groups of `size` samples."""
     return [samples[start : start + size] for start in range(0, len(samples), size)]
-
 
 
 def free_port() -> int:
@@ -67,35 +66,24 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def chat_request(size: int = 0) -> bytes:
-    """Return a chat completion request of `size` bytes, which all routers parse."""
-    start, end = b'{"model": "m", "messages": [{"role": "user", "content": "', b'"}]}'
-    return start + b"x" * max(1, size - len(start) - len(end)) + end
-
-
 @contextlib.contextmanager
 def server(port: int, command: list[str]):
     """Start an HTTP server, wait until it answers, and end it afterwards. Yields its process.
 
     Raises OSError if the server has ended, or has not answered a chat request within 60 s.
     """
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{CHAT}", chat_request())
-    request.add_header("Content-Type", "application/json")
+    from genrm_server import request
+
+    url = f"http://127.0.0.1:{port}{CHAT}"
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     with tempfile.TemporaryDirectory() as folder, started({"server": command}, Path(folder)) as runs:
         run, end = runs["server"], time.monotonic() + 60
-        while not answers(request):
+        while request("POST", url, body)[0] != 200:
             if run.poll() is not None or time.monotonic() > end:
                 text = " ".join(command)
                 raise OSError(f"{text}: no response on port {port}; run the command by hand to see why")
             time.sleep(0.2)
         yield run
-
-
-def answers(request: urllib.request.Request) -> bool:
-    with contextlib.suppress(OSError):
-        with urllib.request.urlopen(request, timeout=5):
-            return True
-    return False
 
 
 async def serve(handle, port: int) -> None:
