@@ -14,7 +14,6 @@ The models have random weights (gpu_models.py).
 Not covered: the quality of training, several machines, and GPUs from other vendors.
 """
 
-import asyncio
 import contextlib
 import json
 import math
@@ -26,13 +25,13 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 from unittest.mock import patch
 
-import aiohttp
 import ray
 import torch
 import transformers
@@ -356,23 +355,17 @@ def check_speed(work: Path, device=GPU, count=512, length=512):
 
 def ask_bare(servers, samples, length: int) -> None:
     """Send the same requests to a server without the router, and without log-probabilities and token ids."""
-    url, config = servers.service.slots[0].url, servers.service.config
+    url, config = f"{servers.service.slots[0].url}/v1/completions", servers.service.config
     body = {"model": config.served_model_name, "max_tokens": length, "ignore_eos": True}
 
-    async def ask_all():
-        key = {"Authorization": f"Bearer {config.server_key}"}
-        options = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout())
-        async with aiohttp.ClientSession(headers=key, **options) as session:
+    def ask(sample):
+        request = body | {"prompt": sample.prompt_ids}
+        status, text = genrm_server.request("POST", url, request, config.server_key, timeout=None)
+        if status != 200:
+            raise RuntimeError(f"the server returned {status}: {text}")
 
-            async def ask(sample):
-                request = body | {"prompt": sample.prompt_ids}
-                async with session.post(f"{url}/v1/completions", json=request) as answer:
-                    answer.raise_for_status()
-                    await answer.read()
-
-            await asyncio.gather(*map(ask, samples))
-
-    asyncio.run(ask_all())
+    with ThreadPoolExecutor(len(samples)) as pool:
+        list(pool.map(ask, samples))
 
 
 def check_ranks(work: Path, device=GPU, length=256):
