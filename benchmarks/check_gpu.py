@@ -36,6 +36,7 @@ import ray
 import torch
 import transformers
 import tyro
+from torch.nn.utils import parameters_to_vector
 from transformers import AutoTokenizer
 
 from measuring import ROOT, error_text, groups_of, started
@@ -177,10 +178,6 @@ def check_environment(work: Path):
         yield "vllm", None if is_missing else False, f"{type(error).__name__}: {error}"
 
 
-def dot(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return sum((x * y).sum().item() for x, y in zip(some, others))
-
-
 def check_precision(work: Path, device=GPU, length=256):
     """Compare an ordinary update with one that recomputes activations and one in float32.
 
@@ -199,7 +196,7 @@ def check_precision(work: Path, device=GPU, length=256):
 
     def update():
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
-        return metrics, above, [parameter.grad for parameter in learner.model.parameters()]
+        return metrics, above, parameters_to_vector(one.grad for one in learner.model.parameters())
 
     update()  # This update creates the optimizer's state.
     (plain, above, gradient), (logprobs, _) = update(), logprobs_of(learner, samples)
@@ -220,8 +217,7 @@ def check_precision(work: Path, device=GPU, length=256):
         off = abs(plain[key] / exact[key] - 1)
         text = f"{plain[key]:.5f} and {exact[key]:.5f}, {off:.2%} apart"
         yield f"bf16 and float32: {key}", off < 0.05, text
-    norms = dot(gradient, gradient) * dot(exact_gradient, exact_gradient)
-    cosine = dot(gradient, exact_gradient) / math.sqrt(norms)
+    cosine = torch.cosine_similarity(gradient, exact_gradient, dim=0).item()
     yield "bf16 and float32: direction of the gradient", cosine > 0.98, f"cosine {cosine:.5f}"
     off = abs(spare["actor/grad_norm"] / plain["actor/grad_norm"] - 1)
     memory = f"{spare_above:.2f} instead of {above:.2f} GB in addition to weights and optimizer"
