@@ -250,12 +250,10 @@ def check_update(work: Path, device=GPU, length=1024):
     yield "update: memory, 0.9 to 1.1 times plan_run's estimate", as_planned, text
 
 
-def check_servers(work: Path, device=GPU, length=64):
+def check_servers(work: Path, length=64):
     """Check vLLM servers that have the policy's weights and share its GPU. check_speed measures syncs."""
-    learner, tokenizer = load(work, device), AutoTokenizer.from_pretrained(work / "model")
-    total = 0.0
-    if device.type == "cuda":
-        total = 1e-9 * torch.cuda.get_device_properties(device).total_memory
+    learner, tokenizer = load(work, GPU), AutoTokenizer.from_pretrained(work / "model")
+    total = 1e-9 * torch.cuda.get_device_properties(GPU).total_memory
 
     def fill(samples, **options):
         options |= dict(max_response_length=length, eos_ids=(), rollout_batch_size=512)
@@ -264,7 +262,7 @@ def check_servers(work: Path, device=GPU, length=64):
     def served():
         """Return the difference between sampler and trainer, and the seconds of sampling."""
         samples = samples_of(work, 4)
-        _, seconds, *_ = measure(device, lambda: fill(samples, temperature=1.0))
+        _, seconds, *_ = measure(GPU, lambda: fill(samples, temperature=1.0))
         return difference(learner, samples), seconds
 
     @torch.no_grad()
@@ -275,7 +273,7 @@ def check_servers(work: Path, device=GPU, length=64):
     settings = genrm_server.Config(
         model="", gpu_share=SHARE, max_model_len=512, queue_timeout=240, log_dir=work / "servers"
     )
-    servers, ready, *_ = measure(device, lambda: PolicyServers(learner, tokenizer, settings))
+    servers, ready, *_ = measure(GPU, lambda: PolicyServers(learner, tokenizer, settings))
     try:
         off, _ = served()
         text = f"{off:.4f} nats apart on average, expected below {AGREE}; ready after {ready:.0f} s"
@@ -296,7 +294,7 @@ def check_servers(work: Path, device=GPU, length=64):
         process.kill()
         process.wait()
         move()
-        _, synced, *_ = measure(device, servers.sync)
+        _, synced, *_ = measure(GPU, servers.sync)
         off, seconds = served()
         text = f"{off:.4f} nats apart; ready after {synced + seconds:.0f} s"
         yield "a killed server restarts with the new weights", off < AGREE, text
