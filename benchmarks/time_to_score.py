@@ -150,14 +150,9 @@ def run_trl(job: dict, events) -> None:
         model, tokenizer = trainer.model, trainer.processing_class
         options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         prompts = tokenizer.apply_chat_template([row["prompt"] for row in val_rows], **options)
-        was_training, was_checkpointing = model.training, model.is_gradient_checkpointing
+        # In training mode, gradient checkpointing would prevent a key-value cache. Each step calls train().
         model.eval()
-        if was_checkpointing:  # With gradient checkpointing, a model does not use its key-value cache.
-            model.gradient_checkpointing_disable()
         output = model.generate(**prompts, do_sample=False, max_new_tokens=job["length"])
-        if was_checkpointing:
-            model.gradient_checkpointing_enable()
-        model.train(was_training)
         responses = output[:, prompts["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         right = [result_of(row, text)["acc"] for row, text in zip(val_rows, texts)]
