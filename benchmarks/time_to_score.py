@@ -32,6 +32,9 @@ from pathlib import Path
 import tyro
 from measuring import groups_of, started
 
+from prepare_data import read_rows
+from run_folder import write_lines
+
 WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
 TURN = 10.0  # duration of a turn in seconds
 
@@ -60,20 +63,13 @@ class Config:
     threads: int = 1  # Number of CPU threads per side.
 
 
-def lines_of(path: Path, suffix: str) -> list[str]:
-    """Return a file's rows as lines of JSON, with this text after the question."""
-    from prepare_data import read_rows
-
-    lines = []
-    for row in read_rows(path):
-        if suffix:
+def rows_of(path: Path, suffix: str) -> list[dict]:
+    """Return a file's rows, with this text after the question."""
+    rows = read_rows(path)
+    if suffix:
+        for row in rows:
             row["prompt"] = [{"role": "user", "content": f"{row['extra_info']['question']} {suffix}"}]
-        lines.append(json.dumps(row) + "\n")
-    return lines
-
-
-def rows_of(path: str | Path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return rows
 
 
 def log_event(events, kind: str, **values) -> None:
@@ -94,7 +90,7 @@ def run_ours(job: dict, events) -> None:
     def timed_evaluate(run):
         log_event(events, "evaluation begins")
         evaluate(run)
-        line = rows_of(folder / "run/metrics.jsonl")[-1]
+        line = read_rows(folder / "run/metrics.jsonl")[-1]
         log_event(events, "evaluation", score=line[f"val/{source}/mean@1"])
 
     def timed_log_step(run, metrics):
@@ -104,7 +100,7 @@ def run_ours(job: dict, events) -> None:
         log_step(run, metrics)
 
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
-    (source, *_) = {row["data_source"] for row in rows_of(job["val_file"])}
+    (source, *_) = {row["data_source"] for row in read_rows(Path(job["val_file"]))}
     sys.argv = ["grpo_trainer.py", "--model", job["model"], "--out-dir", str(folder / "run")]
     for name in ("train_file", "val_file", "reward_fn"):
         sys.argv += [f"--{name.replace('_', '-')}", job[name]]
@@ -129,7 +125,7 @@ def run_trl(job: dict, events) -> None:
     function = load_in_this_process("reward_fn", job["reward_fn"])
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"--reward-fn: {job['reward_fn']} is async, but TRL's side needs a sync function")
-    val_rows = rows_of(job["val_file"])
+    val_rows = read_rows(Path(job["val_file"]))
 
     def result_of(row: dict, text: str) -> dict:
         truth = row["reward_model"]["ground_truth"]
@@ -167,7 +163,7 @@ def run_trl(job: dict, events) -> None:
             if state.global_step % job["val_every"] == 0:
                 evaluate()
 
-    rows = rows_of(job["train_file"])
+    rows = read_rows(Path(job["train_file"]))
     columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
     job |= {"samples": job["prompts"] * job["group"], "warmup": WARMUP_STEPS}
     trainer = new_trainer(job | {"checkpointing": job["side"] == "trl"}, reward, columns, Watch())
@@ -228,21 +224,19 @@ def compare(config: Config, seed: int) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = {"train": lines_of(config.train_file, config.suffix)}
-        rows["val"] = lines_of(config.val_file, config.suffix)[: config.num_val]
+        rows = {"train": rows_of(config.train_file, config.suffix)}
+        rows["val"] = rows_of(config.val_file, config.suffix)[: config.num_val]
         # TRL gets the prompts of all steps in the order in which our trainer draws them.
         rows["drawn"] = draw(rows["train"], 0, config.prompts * config.steps, seed)
-        for part, lines in rows.items():
-            (folder / f"{part}.jsonl").write_text("".join(lines))
+        for part, some in rows.items():
+            write_lines(folder / f"{part}.jsonl", some)
         commands = {}
         for side in config.sides:
             job = asdict(config) | {"seed": seed, "side": side, "folder": name}
             job |= {"events": folder / f"{side}.jsonl", "trl": config.trl.expanduser()}
             train = "train" if side == "ours" else "drawn"
             job |= {"train_file": folder / f"{train}.jsonl", "val_file": folder / "val.jsonl"}
-            path = folder / f"{side}.job"
-            path.write_text(json.dumps(job, default=str))
-            commands[side] = [sys.executable, __file__, "--worker", str(path)]
+            commands[side] = [sys.executable, __file__, "--worker", json.dumps(job, default=str)]
         # By default, a waiting thread spins, which would count as CPU time.
         threads = dict(OMP_NUM_THREADS=str(config.threads), OMP_WAIT_POLICY="passive")
         with started(commands, folder, **threads) as runs:
@@ -252,7 +246,7 @@ def compare(config: Config, seed: int) -> list[dict]:
             if run.returncode:
                 log = (folder / f"{side}.log").read_text()
                 raise RuntimeError(f"{side}: exit code {run.returncode}\n{log[-3000:]}")
-            curve = curve_of(rows_of(folder / f"{side}.jsonl"), turns[side])
+            curve = curve_of(read_rows(folder / f"{side}.jsonl"), turns[side])
             curves.append({"side": side} | curve | {"seed": seed})
         return curves
 
@@ -292,7 +286,7 @@ def table(curves: list[dict], threshold: float) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
-        job = json.loads(Path(sys.argv[2]).read_text())
+        job = json.loads(sys.argv[2])
         events = open(job["events"], "a")
         return {"ours": run_ours}.get(job["side"], run_trl)(job, events)
     config = tyro.cli(Config)
