@@ -72,10 +72,6 @@ def score(text: str) -> float:
     return 100 * len(re.findall("[aeiou]", text)) / max(len(text), 1)
 
 
-def conversations(prompts: list[str]) -> list[list[dict]]:
-    return [[{"role": "user", "content": prompt}] for prompt in prompts]
-
-
 def our_policy(model: str, num_prompts: int) -> Policy:
     options = PolicyOptions(model=model, mini_batch_size=num_prompts, max_tokens_per_micro_batch=2048)
     return Policy(options, model, torch.device("cpu"))
@@ -92,8 +88,7 @@ def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sa
 def run_ours(job: dict) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     policy = our_policy(job["model"], len(job["prompts"]))
-    messages = conversations(job["prompts"])
-    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompts = tokenizer.apply_chat_template(job["prompts"], add_generation_prompt=True, return_dict=False)
     steps = []
     for step in range(1 + job["steps"]):
         samples = [Sample({}, prompt) for prompt in prompts for _ in range(GROUP)]
@@ -133,11 +128,6 @@ def run_trl(job: dict) -> dict:
             first.setdefault("responses", result[1])
             return result
 
-        def _calculate_rewards(self, *arguments):
-            result = super()._calculate_rewards(*arguments)
-            first.setdefault("rewards", result[:, 0].tolist())
-            return result
-
         def _compute_loss(self, *arguments):
             loss = super()._compute_loss(*arguments)
             first.setdefault("loss", loss.item())
@@ -158,11 +148,13 @@ def run_trl(job: dict) -> dict:
             now["begun"] = time.perf_counter()
 
     def reward(completions, **_):
-        return [score(completion[0]["content"]) for completion in completions]
+        rewards = [score(completion[0]["content"]) for completion in completions]
+        first.setdefault("rewards", rewards)
+        return rewards
 
     job |= {"samples": GROUP * len(job["prompts"]), "group": GROUP, "lr": 1e-6, "warmup": 1, "seed": 42}
     job["steps"] += 1  # The first step is not timed.
-    rows = {"prompt": conversations(job["prompts"]) * job["steps"]}
+    rows = {"prompt": job["prompts"] * job["steps"]}
     trainer = new_trainer(job, reward, rows, Clock(), Watch)
     # At a ratio of 1, the loss is about -mean(advantage x length), which is 0 if all lengths are equal. In
     # the first step, every sixteenth token of the vocabulary therefore ends a completion.
@@ -263,14 +255,17 @@ def compare_models(config: Config) -> bool:
     """Compare the trainers on each model. Returns False if a check of the loss fails."""
     with_trl = importlib.util.find_spec("trl") is not None
     rng = random.Random(0)
-    problems = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(8)]
+    prompts = []
+    for _ in range(8):
+        problem = toy_world.random_problem(rng, toy_world.REMAINDER)
+        prompts.append([{"role": "user", "content": str(problem)}])
     with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
         tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
         tokenizer.save_pretrained(folder)
         warm_start.new_model(len(tokenizer), seed=0).save_pretrained(folder)
-        jobs = {"A Llama of 1 M parameters": dict(model=folder, prompts=problems, length=64, steps=10)}
+        jobs = {"A Llama of 1 M parameters": dict(model=folder, prompts=prompts, length=64, steps=10)}
         if config.model:
-            other = dict(model=config.model, prompts=problems[:2], length=32, steps=2)
+            other = dict(model=config.model, prompts=prompts[:2], length=32, steps=2)
             jobs[Path(config.model).name] = other
         same = [compare(title, job, config.rounds, with_trl) for title, job in jobs.items()]
     if not with_trl:
