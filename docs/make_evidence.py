@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 
 from command_line import one_line_errors
 from compute_score import split_paragraphs
-from run_folder import read_lines
+from run_folder import read_lines, write_lines
 from toy.report import cell, read_metrics, table
 from toy.shop_world import FLAWS as SHOP_FLAWS
 from toy.toy_world import parse_problem, write_solution
@@ -638,8 +638,7 @@ def main() -> None:
         made, files = tables(runs), csv_files(runs)  # Write nothing if a run is missing.
         draw(runs)
     for name in FILES:
-        lines = [json.dumps(run) + "\n" for run in runs if file_of(run) == name]
-        (FOLDER / name).write_text("".join(lines))
+        write_lines(FOLDER / name, [run for run in runs if file_of(run) == name])
     for name, text in files.items():
         (FOLDER / name).write_text(text)
     for page in pages():

@@ -203,6 +203,7 @@ def make_policy(config: Config) -> None:
     print(f"{config.out_dir}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
 
+    from run_folder import write_lines
 if __name__ == "__main__":
     import tyro
     from command_line import one_line_errors
@@ -213,6 +214,6 @@ if __name__ == "__main__":
             rows = report(config.report)
         print(table(rows))
         if config.report_out:
-            config.report_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(config.report_out, rows)
     else:
         make_policy(config)
