@@ -177,9 +177,6 @@ def make_policy(config: Config) -> None:
                 return question + gym_tasks.SUFFIX, write_solution(*numbers_of(question))
 
     def example():
-        return warm_start.chat(*draw())
-
-    def example_of_base():
         prompt, solution = draw()
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -189,11 +186,11 @@ def make_policy(config: Config) -> None:
     if config.base:
         tokenizer = AutoTokenizer.from_pretrained(config.base)
         model = AutoModelForCausalLM.from_pretrained(config.base, dtype=torch.float32)
-        example = example_of_base
         lr = 1e-4
     else:
         torch.set_num_threads(1)
-        tokenizer = warm_start.build_tokenizer([text for _ in range(500) for text in example()])
+        texts = [text for _ in range(500) for text in warm_start.chat(*draw())]
+        tokenizer = warm_start.build_tokenizer(texts)
         model = warm_start.new_model(len(tokenizer), config.seed)
     warm_start.fit(
         model, tokenizer, example, config.most_steps, lr, lr, 1.0, config.stop_at, example, desc="gcd"
@@ -203,10 +200,10 @@ def make_policy(config: Config) -> None:
     print(f"{config.out_dir}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
 
-    from run_folder import write_lines
 if __name__ == "__main__":
     import tyro
     from command_line import one_line_errors
+    from run_folder import write_lines
 
     config = tyro.cli(Config)
     if config.report:
