@@ -70,15 +70,10 @@ async def listwise_judge(
 def read_marks(critique, answers):
     """Parse each answer's mark from the critique's final box. Return {} unless all marks are from 0 to 1."""
     box = fapo.final_box(critique, fapo.TAIL_CHARS + 10 * len(answers)) or ""
-    marks = re.findall(r"-?(?:\d+\.?\d*|\.\d+)", box)
-    if len(marks) != len(answers):
+    marks = [float(mark) for mark in re.findall(r"-?(?:\d+\.?\d*|\.\d+)", box)]
+    if len(marks) != len(answers) or not all(0 <= mark <= 1 for mark in marks):
         return {}
-    mark_of = {}
-    for text, mark in zip(answers, marks):
-        mark_of[text] = float(mark)
-        if not 0 <= mark_of[text] <= 1:
-            return {}
-    return mark_of
+    return dict(zip(answers, marks))
 
 
 def majority_vote(data_source, solution_strs, ground_truth, extra_info):
@@ -97,14 +92,11 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     label, count = None, 0
     if votes:
         [(label, count)] = votes.most_common(1)
-    label_is_right = False
+    label_is_right = any(result["acc"] for result in results if result["pred"] == label)
     for result in results:
+        result["score"] = -1.0 if votes else None
         if result["pred"] == label:
             result["score"] = 1.0
-            label_is_right = label_is_right or result["acc"]
-        else:
-            result["score"] = -1.0 if votes else None
-    for result in results:
         result["group_label"] = label
         result["group_votes"] = count / len(results)
         if is_known:
@@ -135,10 +127,8 @@ def rule_and_variety(data_source, solution_strs, ground_truth, extra_info, *, pe
 
 def runs(text, length):
     """Return all sequences of `length` consecutive words in a text, or the whole text if it is shorter."""
-    found = set()
-    for start in range(max(len(text) - length, 0) + 1):
-        found.add(tuple(text[start : start + length]))
-    return found
+    starts = range(max(len(text) - length, 0) + 1)
+    return {tuple(text[start : start + length]) for start in starts}
 
 
 async def fapo_against_others(data_source, solution_strs, ground_truth, extra_info, **settings):

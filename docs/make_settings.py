@@ -7,6 +7,7 @@ As for `--help`, command_line.py reads the comments and sorts settings into grou
 
 import dataclasses
 import importlib
+import re
 import sys
 import typing
 from pathlib import Path
@@ -55,10 +56,8 @@ def default_of(field) -> str:
 
 def choices_of(hint) -> str:
     """Return the allowed values of a setting, or "" if its type does not list them."""
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(hint))
-    found = [choices_of(inner) for inner in typing.get_args(hint)]
-    return next(filter(None, found), "")
+    found = re.search(r"Literal\[(.*?)\]|$", repr(hint))[1] or ""
+    return found.replace("'", "`")
 
 
 def table(config: type, fields: list) -> str:
