@@ -21,6 +21,7 @@ SIZE = 4608  # problems per task if the settings contain no size; about 512 of t
 HELD_OUT = 9  # One question in nine, selected by its checksum, belongs to the test split.
 
 EVALUATES = "its verifier evaluates the answer as Python code"
+PARSES = EVALUATES + " (sympy's parse_expr)"
 HANGS = "its verifier hangs on short answers such as "
 NOT_REPRODUCIBLE = "its problems depend on PYTHONHASHSEED, so they cannot be regenerated from seed and index"
 # Rejected tasks and the reasons, as of reasoning-gym 0.1.25.
@@ -29,11 +30,11 @@ REJECTED = {
     "n_queens": EVALUATES,
     "spiral_matrix": EVALUATES,
     "string_insertion": EVALUATES,
-    "countdown": EVALUATES + " (sympy's parse_expr)",
-    "intermediate_integration": EVALUATES + " (sympy's parse_expr)",
-    "polynomial_multiplication": EVALUATES + " (sympy's parse_expr)",
-    "puzzle24": EVALUATES + " (sympy's parse_expr)",
-    "simple_integration": EVALUATES + " (sympy's parse_expr)",
+    "countdown": PARSES,
+    "intermediate_integration": PARSES,
+    "polynomial_multiplication": PARSES,
+    "puzzle24": PARSES,
+    "simple_integration": PARSES,
     "coin_flip": HANGS + "1e99999999",
     "rush_hour": HANGS + "AA+999999999",
     "isomorphic_strings": NOT_REPRODUCIBLE,
