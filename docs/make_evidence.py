@@ -583,9 +583,8 @@ def draw_variants(runs: list[dict]) -> None:
     for world, (label, colour, marker, shift) in DATA["twins"].items():
         medians = []
         for place, name in enumerate(TITLES["variants"]):
-            found = []
-            for run in runs_of(runs, name, world):
-                found.append(run["after"]["toy/oracle_flawed_positive_rate/mean@1"])
+            some = runs_of(runs, name, world)
+            found = [run["after"]["toy/oracle_flawed_positive_rate/mean@1"] for run in some]
             if found:
                 height = place + shift
                 axis.plot([min(found), max(found)], [height] * 2, color=colour, alpha=0.35, linewidth=2)
