@@ -270,15 +270,13 @@ def table(curves: list[dict], threshold: float) -> str:
 
     rows = []
     for curve in curves:
-        cells = ["-", "-", "-", "-"]
+        cells = ["-", "-", "-", f"{curve['points'][-1]['score']:.2f}"]
         point = reached(curve, threshold)
         if point:
             cells[:2] = [str(point["step"]), f"{point['cpu']:.0f}"]
         steps = len(curve["step_ends"])
         if steps > 1:
             cells[2] = f"{median_of_a_step(curve, 1):.2f}"
-        if curve["points"]:
-            cells[3] = f"{curve['points'][-1]['score']:.2f}"
         rows.append([curve["side"], str(curve["seed"]), *cells, str(steps)])
     heads = ["", "seed", f"steps to {threshold:g}", f"CPU s to {threshold:g}", "CPU s per step"]
     return markdown([*heads, "score after", "steps"], *rows)
