@@ -23,6 +23,9 @@ import time
 from dataclasses import dataclass
 
 REPEATS = 3  # number of batches per table row; the best one counts
+HEADS = """| function | workers | samples | batch samples/s | streamed samples/s | \
+CPU ms/sample | memory MB | start to first score s |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 # ---- the reward functions (the workers load this file, so its imports are light)
 
@@ -153,8 +156,11 @@ def measure_speed(reward_fn: str, options: dict, workers: int, counts) -> None:
         begun = time.monotonic()
         asyncio.run(stream(manager, samples))
         streamed = count / (time.monotonic() - begun)
-        print(f"| {reward_fn} | {workers} | {count:,} | {count / min(times):,.0f} | ", end="")
-        print(f"{streamed:,.0f} | {cpu:.2f} | {memory:.0f} | {first:.1f} |", flush=True)
+        print(
+            f"| {reward_fn} | {workers} | {count:,} | {count / min(times):,.0f} | "
+            f"{streamed:,.0f} | {cpu:.2f} | {memory:.0f} | {first:.1f} |",
+            flush=True,
+        )
     manager.shutdown()
 
 
@@ -176,10 +182,7 @@ def main() -> None:
     from measuring import machine
 
     config = tyro.cli(Config)
-    print(machine() + "\n")
-    print("| function | workers | samples | batch samples/s | streamed samples/s | ", end="")
-    print("CPU ms/sample | memory MB | start to first score s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    print(f"{machine()}\n\n{HEADS}", flush=True)
     with judge() as address:
         for reward_fn, options in ("sync_rule", {}), ("asks_judge", {"router_address": (address,)}):
             for workers in config.workers:
