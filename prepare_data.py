@@ -28,6 +28,7 @@ import contextlib
 import csv
 import importlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,13 +279,14 @@ def _row(source: "Source", question: str, prompt: str, ground_truth, ability: st
 
 
 def _final_answer(raw, columns):
-    """Return (column, final answer). Raise ValueError if the answer is not a string or a number."""
+    """Return (column, final answer). Raise ValueError if it is neither a string nor a finite number."""
     if any(column in raw for column in ANSWER.split("|")):
         columns = ANSWER  # A column `solution` is then a worked solution.
     column = _column(raw, columns)
     answer = raw[column]
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number")
+    is_infinite = answer in (math.inf, -math.inf)  # such as 1e400
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or is_infinite:
+        raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number, and finite")
     answer = written_out(answer).strip()
     if last_boxed_only_string(answer) not in (None, answer):
         raise ValueError(
@@ -353,7 +355,7 @@ def build_critic(raw: dict, source: "Source", seed: int) -> dict:
         source,
         problem[1] if problem else prompt,
         prompt,
-        int(truth),
+        whole_number(truth),
         "math_critic",
         total_steps=len(steps),
         question_index=_pick(raw, "extra_info").get("question_index"),
@@ -368,18 +370,21 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
         raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; it must be a list of strings")
+    is_correct = _pick(raw, "final_answer_correct")
+    if is_correct not in (True, False):
+        raise ValueError(f"column 'final_answer_correct' is {is_correct!r:.80}; it must be true or false")
     paragraphs = [step.strip() for step in steps]
     style = "tagged" if raw["answer"] else "no_truth"
     return _row(
         source,
         problem,
         format_critic_prompt(problem, raw["answer"], paragraphs, style),
-        int(_pick(raw, "label")),
+        whole_number(_pick(raw, "label")),
         "math_critic",
         total_steps=len(steps),
         question_index=None,
         subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
-        final_answer_correct=bool(_pick(raw, "final_answer_correct")),
+        final_answer_correct=bool(is_correct),
     )
 
 
@@ -493,7 +498,7 @@ def add_answers(raw_rows: list[dict]) -> None:
         raw["answer"] = answers.get(str(raw.get("problem")), "")
 
 
-def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
+def build_rows(source: Source, files: list[Path], seed: int, schema: pa.Schema) -> list[dict]:
     """Build and validate the rows of one data set. Raises ValueError."""
     rows = []
     left_out = []
@@ -505,12 +510,13 @@ def build_rows(source: Source, files: list[Path], seed: int) -> list[dict]:
             where = f"{path}, row {number}"
             try:
                 row = source.build(raw, source, seed)
-            except (ValueError, TypeError, AttributeError, LookupError) as error:
+                if row is None:
+                    left_out.append(where)
+                    continue
+                row["extra_info"]["index"] = len(rows)
+                pa.array([row], pa.struct(schema))  # An error about the whole table would not name the row.
+            except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
                 raise ValueError(f"{where}: {error}") from error
-            if row is None:
-                left_out.append(where)
-                continue
-            row["extra_info"]["index"] = len(rows)
             validate_row(row, where)
             rows.append(row)
     if left_out:
@@ -528,8 +534,8 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
     out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out-dir {config.out_dir}: {out} is also an input file; pass another directory")
-    rows = build_rows(source, files, config.seed)
     schema = CRITIC if source.task in ("critic", "processbench") else REASONING
+    rows = build_rows(source, files, config.seed, schema)
     return write_table(out, rows, schema, ", ".join(path.name for path in files))
 
 

@@ -330,6 +330,13 @@ def test_hub(tmp_path, monkeypatch):
 # --- messages about invalid input
 
 
+def critic_row(truth=0, **extra) -> dict:
+    """Return a raw row of FAPO-Critic with one paragraph."""
+    prompt = [{"role": "user", "content": "<paragraph_0>\nx\n</paragraph_0>"}]
+    about = {"style": "rule", "ground_truth": truth}
+    return {"data_source": "x/math", "prompt": prompt, "reward_model": about, "extra_info": extra | {"a": 1}}
+
+
 @pytest.mark.parametrize(
     ("file", "row", "message"),
     [
@@ -389,6 +396,30 @@ def test_hub(tmp_path, monkeypatch):
             {"problem": "?", "steps": ["a"], "label": 1, "id": "math-0", "final_answer_correct": True},
             r"processbench.jsonl, row 0: reward_model.ground_truth is 1, .*total_steps is 1; .* must be",
         ),
+        (
+            "processbench.jsonl",
+            {"problem": "?", "steps": ["a"], "label": 0.9, "id": "math-0", "final_answer_correct": True},
+            r"processbench.jsonl, row 0: 0.9 is not a whole number",
+        ),
+        (
+            "processbench.jsonl",
+            {"problem": "?", "steps": ["a"], "label": -0.5, "id": "math-0", "final_answer_correct": True},
+            r"processbench.jsonl, row 0: -0.5 is not a whole number",
+        ),
+        (
+            "processbench.jsonl",
+            {"problem": "?", "steps": ["a"], "label": 0, "id": "math-0", "final_answer_correct": "False"},
+            r"processbench.jsonl, row 0: column 'final_answer_correct' is 'False'; it must be true or false",
+        ),
+        ("fapo_critic.jsonl", critic_row(truth=0.6), r"critic.jsonl, row 0: 0.6 is not a whole number"),
+        ("fapo_critic.jsonl", critic_row(question_index="q-12"), r"critic.jsonl, row 0: .*convert 'q-12'"),
+        ("fapo_critic.jsonl", critic_row(question_index=2**70), r"critic.jsonl, row 0: .*too large"),
+        ("fapo_critic.jsonl", critic_row(question_index=True), r"critic.jsonl, row 0: .*got bool"),
+        (
+            "math500.jsonl",
+            {"problem": "half \ud83d", "answer": "1"},
+            r"math500.jsonl, row 0: .*'\\ud83d'.*surrogates not allowed",
+        ),
     ],
 )
 def test_bad_rows(tmp_path, file, row, message):
@@ -436,6 +467,8 @@ def test_small_and_large_numbers_are_written_out(tmp_path):
         ({"final_answer": ["2", "3"]}, r"is \['2', '3'\]; it must be a string or a number"),
         ({"answer": {"value": 2}}, "it must be a string or a number"),
         ({"answer": True}, "is True; it must be a string or a number"),
+        ({"answer": float("inf")}, "is inf; it must be a string or a number"),
+        ({"answer": float("-inf")}, "is -inf; it must be a string or a number"),
         ({"answer": float("nan")}, "missing or empty column: answer or "),
         ({"answer": " \n"}, "missing or empty column: answer or "),
         ({"answer": None, "solution": "so 2"}, "missing or empty column: answer or "),
