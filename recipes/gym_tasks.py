@@ -62,6 +62,8 @@ def load_task(task: str, settings: str):
         raise ValueError(f"reasoning-gym has no task {task!r}; choose from {', '.join(sorted(DATASETS))}")
     try:
         dataset = reasoning_gym.create_dataset(task, **json.loads(settings))
+        if dataset.config.seed is None:  # The problems would differ each time.
+            raise ValueError("a seed is missing")
         dataset[0]  # Some settings, such as a seed that is a string, fail only here.
         return dataset
     except (AssertionError, TypeError, ValueError) as error:

@@ -61,6 +61,9 @@ def test_rows_name_their_task_seed_index_and_settings(tmp_path):
 def test_settings_that_fail_at_the_first_problem_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"^--tasks reasoning_gym:chain_sum:.* does not accept the settings"):
         prepared(tmp_path, 'reasoning_gym:chain_sum:{"seed": "x"}')
+    with pytest.raises(ValueError, match=r"^--tasks reasoning_gym:chain_sum:.* does not accept .*seed"):
+        prepared(tmp_path, 'reasoning_gym:chain_sum:{"seed": null}')
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_question_is_in_both_splits_and_held_out_questions_differ():
