@@ -588,6 +588,24 @@ def test_report_computes_its_numbers_from_the_runs(tmp_path):
         report.report(tmp_path, so_far=True)
 
 
+def test_a_report_so_far_leaves_out_a_judge_in_training_and_needs_a_run(tmp_path):
+    for folder in (tmp_path, tmp_path / "typo"):
+        with pytest.raises(ValueError, match=f"^--runs {folder}: contains no run"):
+            report.report(folder, so_far=True)
+    before = {f"val/fapo_critic/{key}/mean@1": 0.5 for key in ("recall", "sound_kept", "location")}
+    policy = {f"val/{key}/mean@1": 0.25 for key in report.COLUMNS.values()}
+    runs = {"judge": [before, {"reward/mean": 0.5}], "baseline": [policy, policy]}
+    for name, lines in runs.items():
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines))
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    text = report.report(tmp_path, so_far=True)
+    assert "| outcome reward only, step 1 | 0.250 |" in text and "judge" not in text
+    with (tmp_path / "judge/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2} | before) + "\n" + '{"step": 3, "rew')
+    assert "| after | 0.500 | 0.500 | 0.500 |" in report.report(tmp_path, so_far=True)
+
+
 @pytest.mark.slow
 def test_a_short_warm_start_is_reproducible_and_learns(tmp_path, monkeypatch, tokenizer):
     """Repeat the first thirty steps of a warm start: equal weights, and a loss far below chance."""

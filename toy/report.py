@@ -34,7 +34,8 @@ class Config:
 
     # Output directories of demos (with baseline/, fapo/ and possibly judge/), or of runs from one checkpoint.
     runs: tuple[Path, ...]
-    so_far: bool = False  # Report unfinished runs up to their latest evaluation, and skip missing runs.
+    # Report unfinished runs up to their latest evaluation, and skip missing runs and a judge in training.
+    so_far: bool = False
 
 
 def read_metrics(run: Path, so_far: bool = False, flag: str = "--runs") -> list[dict]:
@@ -119,14 +120,20 @@ def judge_table(metrics: list[dict]) -> str:
 
 
 def report(runs: Path, so_far: bool = False) -> str:
-    """Write report.md in `runs` and return its text. Raises ValueError if a run is not finished."""
+    """Write report.md in `runs` and return its text. Raises ValueError if a run is missing or unfinished."""
     policies = {}
     for label, name in RUNS.items():
         if not so_far or (runs / name).is_dir():
             policies[label] = read_metrics(runs / name, so_far)
+    if not policies:
+        raise ValueError(f"--runs {runs}: contains no run; pass the output directory of a demo or of a run")
     text = policy_table(policies)
     if (runs / "judge").is_dir():
-        text = judge_table(read_metrics(runs / "judge")) + "\n\n" + text
+        try:
+            text = judge_table(read_metrics(runs / "judge", so_far)) + "\n\n" + text
+        except ValueError:  # The demo evaluates its judge only before and after the training.
+            if not so_far:
+                raise
     (runs / "report.md").write_text(text + "\n")
     return text
 
