@@ -167,6 +167,8 @@ def read_samples(config: Config, job) -> tuple[list[dict], list[dict]]:
     rows = read_rows(config.data, needed)
     if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
+    if config.out.is_dir():
+        raise ValueError(f"--out {config.out}: must not be a directory")
     check_row = row_checker(job)
     samples = []
     for number, row in enumerate(rows):

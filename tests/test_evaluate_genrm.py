@@ -308,11 +308,14 @@ def test_limit_and_bad_files(bench, tmp_path):
         ("top-p", 0.0, "must be above 0 and at most 1"),
         ("top-p", 1.5, "must be above 0 and at most 1"),
         ("out", "c.jsonl", "must end in .parquet"),
+        ("out", "folder.parquet", "must not be a directory"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(
     bench, tmp_path, monkeypatch, capsys, flag, value, problem
 ):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.parquet").mkdir()
     out = tmp_path / "c.parquet"
     out.write_text("an earlier result")
     arguments = ["--data", bench, "--out", out, "--router-address", "127.0.0.1:1", f"--{flag}={value}"]

@@ -103,6 +103,10 @@ def test_a_folder_that_cannot_be_written_is_named_before_a_judge_starts(tmp_path
     config = score_file.Config(data=tmp_path / "rows.jsonl", out=tmp_path / "rows.jsonl/out.jsonl")
     with pytest.raises(OSError, match=r"^--out: cannot write to .*rows.jsonl \(File exists\); pass another"):
         score_file.run(config)
+    config.out = tmp_path / "folder.jsonl"
+    config.out.mkdir()
+    with pytest.raises(ValueError, match=r"^--out .*folder.jsonl: must not be a directory"):
+        score_file.run(config)
 
 
 @pytest.mark.slow

@@ -72,6 +72,8 @@ class Config:
                 raise ValueError(f"{flag(name)} {value}: must be at least 1")
         if self.out.suffix != ".parquet":
             raise ValueError(f"--out {self.out}: must end in .parquet")
+        if self.out.is_dir():
+            raise ValueError(f"--out {self.out}: must not be a directory")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"--timeout-s {self.timeout_s}: must be a finite number above 0")
         if not 0 <= self.temperature < math.inf:
