@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from command_line import one_line_errors
 from compute_score import split_paragraphs
 from prepare_data import write_table
 from run_folder import read_lines
@@ -49,7 +50,7 @@ def prices_of(run: Path) -> dict[str, dict]:
     if (run / "config.json").exists():
         train_file = json.loads((run / "config.json").read_text())["train_file"]
         for row in pq.read_table(train_file).to_pylist():
-            if "prices" in row["extra_info"]:
+            if "prices" in (row.get("extra_info") or {}):
                 prices[row["prompt"][-1]["content"]] = row["extra_info"]["prices"]
     return prices
 
@@ -70,7 +71,8 @@ def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[dict]]:
 def main() -> None:
     config = tyro.cli(Config, description=__doc__)
     rng = random.Random(config.seed)
-    found = right_solutions(config.runs)
+    with one_line_errors():
+        found = right_solutions(config.runs)
     count = min(map(len, found.values()))
     chosen = rng.sample(found[True], count) + rng.sample(found[False], count)
     rng.shuffle(chosen)

@@ -657,3 +657,8 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
     few = forked.run(command)
     assert few.returncode == 1
     assert re.search(r"error: --runs: too few solutions \((0 flawed, |[1-9]\d* flawed, 0 )", few.stderr)
+    (tmp_path / "samples.jsonl").write_text(json.dumps(lines[-4] | {"prompt": "1+1?\n"}) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps({"train_file": str(tmp_path / "other.parquet")}))
+    prepare_data.write_table(tmp_path / "other.parquet", [{"prompt": [{"role": "user", "content": "1+1?"}]}])
+    other = forked.run(command)
+    assert other.returncode == 2 and other.stderr.startswith("error: question: '1+1?\\n' is not a problem of")
