@@ -618,6 +618,15 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
 
 
 @in_browser
+def test_a_length_penalty_that_is_not_a_number_is_none(tmp_path):
+    """Without --overlong-buffer, a reward function may return a key of this name with any value."""
+    info = {"score": 1.0, "acc": True, "overlong_penalty": "none"}
+    page = view_run.write_page([write_run(tmp_path / "run", [line() | {"reward_extra_info": info}])])
+    seen = re.sub("<script.*?</script>", "", dom(page, view="groups", sample=0), flags=re.S)
+    assert "Where the reward came from" in seen and "NaN" not in seen
+
+
+@in_browser
 def test_what_a_judge_costs_is_not_guessed_if_the_configuration_does_not_say_it(tmp_path):
     """The same holds for the paragraph: without first_wrong, a box in the critique has no special meaning."""
     info = {"acc": True, "flawed_positive": True, "score": 0.2}

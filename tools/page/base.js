@@ -106,7 +106,8 @@ function understand(line, hasTruth) {
     paragraphs: line.turns?.map(turn => String(turn.text).replace(/^\n+|\n+$/g, ""))
       ?? line.response.split("\n\n").map(text => text.trim()).filter(Boolean),
     writers: line.turns?.map(turn => turn.who), turnTokens: line.turns?.map(turn => turn.tokens),
-    critique: critique ? textOfValue(critique) : null, score, penalty, reward, status: String(status),
+    critique: critique ? textOfValue(critique) : null, score, reward, status: String(status),
+    penalty: +penalty || 0,  // A reward function may return any value under this name.
     terms: isSum ? terms : null, rollout: line.extra_info ?? {},
     // Paragraphs may have separate advantages (recipes/advantages.py: vppo, steps, spare_good_prefix).
     advantage: line.advantage, advantages: line.turns ? null : line.paragraph_advantages,
