@@ -144,6 +144,10 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
         fapo.compute_score_fapo(data_source, text, ground_truth, extra_info, **settings) for text in distinct
     ]
     verdict_of = dict(zip(distinct, await asyncio.gather(*asked)))
+    for verdict in verdict_of.values():
+        # If the judge only measures, compute_score_fapo keeps the score of an answer without a verdict.
+        if verdict["genrm_status"] != "skipped" and verdict["flawed_positive"] is None:
+            verdict["score"] = None
     places = []
     for text in solution_strs:
         if verdict_of[text]["score"] is not None:

@@ -150,3 +150,12 @@ def test_fapo_against_others(serve):
     assert of_all(results, "group_distinct") == [5] * 6
     assert asked == {"sound": 1, "late": 1, "early": 1, "silent": 1}  # the rule finds wrong answers
     json.dumps(results)
+    # Without a penalty and in an evaluation, the outcome reward counts, but the place still needs a verdict.
+    test = {"extra_info": ABOUT["extra_info"] | {"split": "test"}, "judge_test": True}
+    for more in ({"penalty": None}, test):
+        settings = {"reward_router_address": server.address} | more
+        results = ask(group_rewards.fapo_against_others, responses, **settings)
+        assert of_all(results, "score") == [1.0, 0.25, -0.5, 0.25, None, -1.0]
+    without = {"extra_info": ABOUT["extra_info"] | {"split": "test"}, "reward_router_address": server.address}
+    results = ask(group_rewards.fapo_against_others, responses, **without)  # no answer is judged
+    assert of_all(results, "score") == pytest.approx([0.2] * 5 + [-1.0])
