@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -48,7 +48,8 @@ LAST = 10  # Some columns summarise the training samples of this many steps.
 # ---- worlds, and what to show of them
 
 DATA = tomllib.loads((FOLDER / "tables.toml").read_text())
-TITLES, COLOURS, WORLDS = DATA["titles"], DATA["colours"], DATA["worlds"]
+TITLES, WORLDS = DATA["titles"], DATA["worlds"]
+COLOURS = defaultdict(lambda: "#009E73", DATA["colours"])
 STANDARD, COMPARED, OWN, SHOP = map(WORLDS.get, ("standard", "compared", "own", "shop"))
 OWN_JUDGES = ("first_judge", "trained_judge")
 CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
@@ -630,12 +631,15 @@ def draw(runs: list[dict]) -> None:
 def main() -> None:
     config = tyro.cli(Config)
     with one_line_errors():
-        runs = read()
-        if config.runs:
-            runs += collect(config.runs)  # The dict keeps the last run of each name.
-            runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
-        made, files = tables(runs), csv_files(runs)  # Write nothing if a run is missing.
-        draw(runs)
+        try:
+            runs = read()
+            if config.runs:
+                runs += collect(config.runs)  # The dict keeps the last run of each name.
+                runs = list({(run["world"], run["algorithm"], run["seed"]): run for run in runs}.values())
+            made, files = tables(runs), csv_files(runs)  # Write nothing if a run is missing.
+            draw(runs)
+        except KeyError as error:
+            raise ValueError(f"the key {error} is missing; see the rules in LEADERBOARD.md") from error
     for name in FILES:
         write_lines(FOLDER / name, [run for run in runs if file_of(run) == name])
     for name, text in files.items():

@@ -914,6 +914,16 @@ def test_the_commands_of_the_leaderboard_are_rows_that_the_recipes_can_run(evide
     assert "| FAPO |" not in made and "outcome reward only" in made
 
 
+@pytest.mark.slow
+def test_a_method_without_a_colour_is_drawn(evidence, tmp_path, monkeypatch):
+    runs = evidence.read()
+    runs += [run | {"algorithm": "mine"} for run in runs if run["algorithm"] == "fapo_oracle"]
+    monkeypatch.setitem(evidence.TITLES["second_world"], "mine", "my method")
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    evidence.draw(runs)
+    assert (tmp_path / "second_world.png").is_file()
+
+
 def test_runs_with_a_tool_are_collected(evidence, tmp_path):
     """A rate among correct answers is missing where there are none."""
     line = {"val/shop/mean@1": 0.5, "val/shop/calls/mean@1": 2.0}
@@ -982,6 +992,14 @@ def test_evidence_from_runs(evidence, tmp_path, monkeypatch, capsys):
         evidence.main()
     assert "no finished run of fapo_judge in warm0" in capsys.readouterr().err
     assert (tmp_path / "runs.jsonl").read_text() == before
+    write_run(tmp_path / "other/own0/fapo_oracle_seed0", [whole, whole])
+    sample = {"step": 1, "split": "train", "reward_extra_info": {"score": 1.0, "acc": True}}
+    (tmp_path / "other/own0/fapo_oracle_seed0/samples.jsonl").write_text(json.dumps(sample) + "\n")
+    monkeypatch.setattr(sys, "argv", ["make_evidence.py", "--runs", str(tmp_path / "other")])
+    with pytest.raises(SystemExit):
+        evidence.main()
+    said = capsys.readouterr().err
+    assert said.startswith("error: the key 'oracle_flawed_positive' is missing") and said.count("\n") == 1
     write_run(tmp_path / "warm0/rule_seed3", [start, steps[0]])
     with pytest.raises(ValueError, match="rule_seed3: the run lacks its first or last"):
         evidence.collect(tmp_path)
