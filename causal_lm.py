@@ -40,6 +40,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
+# Weights whose names end like this are never rounded: the biases that route tokens to experts, and the decay
+# rates of linear attention. vLLM keeps them in float32 whatever its dtype is, except A_log of Olmo-Hybrid.
+FLOAT32_NAMES = ("e_score_correction_bias", "expert_bias", "A_log")
 # Maximum number of float32 logits at a time. A forward and backward pass keeps five or six copies of them.
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**28}
 # Prompts are shared if repeated prompts contain more than this fraction of all tokens. With long answers, the

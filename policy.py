@@ -30,6 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from algorithm import MAX_LOG_RATIO, compute_kl_loss, compute_policy_loss, has_gradient_at_zero, loss_function
 from causal_lm import (
+    FLOAT32_NAMES,
     add_adapters,
     can_share_prompts,
     check_logprobs,
@@ -418,10 +419,9 @@ class Policy:
         """Yield the name and the full tensor of every weight, with adapters merged.
 
         The names are those of checkpoint files, as vLLM expects. In memory, transformers uses other names and
-        stores all experts of a layer in one tensor. A tied head is yielded like any other weight. Buffers in
-        float32 are not cast, because vLLM keeps the biases that route tokens to experts in float32 as well.
+        stores all experts of a layer in one tensor. A tied head is yielded like any other weight. The weights
+        in FLOAT32_NAMES are not cast.
         """
-        buffers = dict(self.model.named_buffers())
         if self.has_adapters:
             named = merged_weights(self.model)
         else:
@@ -429,7 +429,7 @@ class Policy:
         for _, of_layer in groupby(named, lambda item: LAYER.match(item[0])[0]):
             tensors = {}
             for name, tensor in of_layer:
-                is_exact = name in buffers and tensor.dtype == torch.float32
+                is_exact = name.endswith(FLOAT32_NAMES)
                 tensor = tensor.detach().to(self.device, None if is_exact else dtype)
                 tensors[name] = gather_full(tensor)  # Casting first leaves less to gather.
             yield from revert_weight_conversion(self.model, tensors).items()

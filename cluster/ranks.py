@@ -186,8 +186,10 @@ def shard(model, ranks: Ranks, offload: bool) -> None:
     """Shard each layer over the ranks, and shard embedding, final norm and head as one group.
 
     Between two passes, each rank keeps 1/count of all weights, in float32. On a GPU, layers are gathered in
-    bf16, and embedding and head in float32, which are the types that a single device uses. Gradients are
-    summed over ranks, not averaged, because the loss already divides by the tokens of all ranks.
+    bf16, and embedding and head in float32, which are the types of a single device's matrix products. Other
+    parameters of the layers, such as norms, A_log, and the routing biases of Ernie-4.5, are gathered in bf16
+    as well, whereas a single device and vLLM use A_log and routing biases in float32. Gradients are summed
+    over ranks, not averaged, because the loss already divides by the tokens of all ranks.
 
     Args:
         model: The model. Its weights may still be mapped files.

@@ -15,14 +15,16 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig
-from transformers import LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import Qwen3MoeConfig
 
 import rollout
 from cluster import ranks
 from cluster.weights import send, to_all
+from policy import Policy
 from rollout import WeightFolder, packs
-from tiny import policy_of
+from test_policy import FAMILIES, GROUPED, of_family
+from tiny import CPU, config_of, policy_of, write_model
 from weight_sums import WorkerExtension, compare, summed, weight_sums
 
 
@@ -275,25 +277,44 @@ def test_a_model_without_a_head_in_vllm_is_sent_none(kind, has_head):
     assert json.loads(files["config.json"])["tie_word_embeddings"] == (not has_head)
 
 
-def test_the_biases_that_route_tokens_to_experts_are_not_rounded(tmp_path, monkeypatch):
-    """The trainer and vLLM keep them in float32. A bf16 tensor of odd size before them changes nothing."""
-    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=8, moe_intermediate_size=8, head_dim=8)
-    heads = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=1)
-    experts = dict(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1)
-    policy = policy_of(Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **heads, **experts, pad_token_id=0)))
-    policy.model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(3 + torch.arange(8) / 1000)
+EXPERTS = GROUPED | dict(num_hidden_layers=2, tie_word_embeddings=False)
+EXPERTS |= dict(moe_intermediate_size=8, num_experts_per_tok=2)
+KEPT = {
+    "glm4_moe": EXPERTS | dict(n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "ernie4_5_moe": EXPERTS
+    | dict(moe_num_experts=8, moe_k=2, moe_layer_start_index=1, moe_layer_end_index=1, use_bias=False),
+    "afmoe": EXPERTS | dict(num_experts=8, num_dense_layers=1, num_shared_experts=1),
+    "qwen3_5_text": FAMILIES["qwen3_5_text"],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_biases_that_route_tokens_to_experts_are_not_rounded(tmp_path, monkeypatch, tokenizer, name):
+    """The trainer and vLLM keep these biases and A_log of linear attention in float32. A bf16 tensor of
+    odd size before them changes nothing.
+    """
+    a_model, kept = of_family(name, **KEPT[name]), []
+    for key, tensor in a_model.state_dict().items():
+        if key.endswith(("e_score_correction_bias", "expert_bias", "A_log")):
+            kept.append(tensor.copy_(3 + torch.arange(tensor.numel()).view_as(tensor) / 1000))
+    base = write_model(tmp_path / "base", a_model, tokenizer)
+    about = json.loads(Path(base, "config.json").read_text())
+    Path(base, "config.json").write_text(json.dumps(about | {"dtype": "bfloat16"}))
     monkeypatch.setattr(WeightFolder, "mapped", {})
-    folder = WeightFolder(str(tmp_path / "folder"), {})
     odd = torch.ones(3)
-    list(packs(chain([("odd", odd.bfloat16())], rollout.served_weights(policy, torch.bfloat16)), folder))
-    served = load_file(folder.path / "model.safetensors")
-    stored = dict(policy.weights()) | {"odd": odd}
-    assert served.keys() == stored.keys()
-    for name, tensor in served.items():
-        dtype = torch.float32 if "e_score" in name else torch.bfloat16
-        assert tensor.dtype == dtype and torch.equal(tensor, stored[name].to(dtype)), name
-    assert [tensor.dtype for tensor in served.values()].count(torch.float32) == 1
-    folder.close()
+    for lora in ({}, dict(lora_rank=4, lora_targets=("v_proj",))):
+        policy = Policy(config_of(model=base, **lora), base, CPU)
+        folder = WeightFolder(str(tmp_path / "folder"), {})
+        list(packs(chain([("odd", odd.bfloat16())], rollout.served_weights(policy, torch.bfloat16)), folder))
+        served = load_file(folder.path / "model.safetensors")
+        stored = dict(policy.weights()) | {"odd": odd}
+        assert served.keys() == stored.keys()
+        for key, tensor in served.items():
+            is_kept = key.endswith(("e_score_correction_bias", "expert_bias", "A_log"))
+            dtype = torch.float32 if is_kept else torch.bfloat16
+            assert tensor.dtype == dtype and torch.equal(tensor, stored[key].to(dtype)), key
+        assert [tensor.dtype for tensor in served.values()].count(torch.float32) == len(kept) > 0
+        folder.close()
 
 
 class Told:
