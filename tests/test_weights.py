@@ -15,8 +15,8 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
-from transformers import Qwen3MoeConfig
+from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import MixtralConfig, Qwen3MoeConfig
 
 import rollout
 from cluster import ranks
@@ -25,6 +25,7 @@ from policy import Policy
 from rollout import WeightFolder, packs
 from test_policy import FAMILIES, GROUPED, of_family
 from tiny import CPU, config_of, policy_of, write_model
+from tools import merge_lora
 from weight_sums import WorkerExtension, compare, summed, weight_sums
 
 
@@ -290,8 +291,8 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_the_biases_that_route_tokens_to_experts_are_not_rounded(tmp_path, monkeypatch, tokenizer, name):
-    """The trainer and vLLM keep these biases and A_log of linear attention in float32. A bf16 tensor of
-    odd size before them changes nothing.
+    """The trainer and vLLM keep these biases and A_log of linear attention in float32, and so does the merged
+    model of a LoRA run. A bf16 tensor of odd size before them changes nothing.
     """
     a_model, kept = of_family(name, **KEPT[name]), []
     for key, tensor in a_model.state_dict().items():
@@ -315,6 +316,14 @@ def test_the_biases_that_route_tokens_to_experts_are_not_rounded(tmp_path, monke
             assert tensor.dtype == dtype and torch.equal(tensor, stored[key].to(dtype)), key
         assert [tensor.dtype for tensor in served.values()].count(torch.float32) == len(kept) > 0
         folder.close()
+    policy.save(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    merge_lora.merge(tmp_path / "saved", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert merged.keys() == served.keys() - {"odd"}
+    for key, tensor in merged.items():
+        assert tensor.dtype == served[key].dtype and torch.equal(tensor, served[key]), key
+    assert AutoConfig.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
 class Told:

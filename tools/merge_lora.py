@@ -2,9 +2,10 @@
 
     python -m tools.merge_lora outputs/run/checkpoints/step_60 outputs/run/merged
 
-OUT is a Hugging Face folder with the data type of the base model. CHECKPOINT/adapter_config.json names the
-base model; pass --model if it has moved. Merging needs 4 bytes of memory per weight. A LoRA run merges its
-last checkpoint automatically.
+OUT is a Hugging Face folder with the data type of the base model. Only the biases that route tokens to
+experts and A_log of linear attention are always in float32. CHECKPOINT/adapter_config.json names the base
+model; pass --model if it has moved. Merging needs 4 bytes of memory per weight. A LoRA run merges its last
+checkpoint automatically.
 
 Needs command_line.py, run_folder.py and causal_lm.py.
 """
@@ -64,7 +65,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     from peft import PeftModel
     from safetensors import SafetensorError
 
-    from causal_lm import load_causal_lm, load_tokenizer, read_config
+    from causal_lm import FLOAT32_NAMES, load_causal_lm, load_tokenizer, read_config
 
     try:
         stored = read_config(base, trust_remote_code).dtype or torch.float32
@@ -78,7 +79,8 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
             "its new path as --model; if a file of the checkpoint is missing or truncated, pass another "
             "checkpoint"
         ) from error
-    whole.to(stored).save_pretrained(out)
+    exact = {name: tensor for name, tensor in whole.state_dict().items() if name.endswith(FLOAT32_NAMES)}
+    whole.to(stored).save_pretrained(out, state_dict=whole.state_dict() | exact)
     tokenizer = load_tokenizer(str(checkpoint), trust_remote_code)
     tokenizer.save_pretrained(out)
     add_end_tokens(out / "generation_config.json", tokenizer)
