@@ -204,12 +204,15 @@ def prompt_ids_of(row: dict, tokenizer, options: dict) -> list[int]:
 
 
 def set_dtypes(model, lora_rank: int, device_type: str) -> None:
-    """Convert all weights to float32, except that layers frozen by LoRA become bf16 on a GPU."""
+    """Convert all weights to float32, except that layers frozen by LoRA become bf16 on a GPU.
+
+    The weights in FLOAT32_NAMES remain float32.
+    """
     dtypes = dict.fromkeys(model.parameters(), torch.float32)
     if lora_rank and device_type == "cuda":
         for layer in layers_of(model, "--lora-rank"):
-            for parameter in layer.parameters():
-                if not parameter.requires_grad:
+            for name, parameter in layer.named_parameters():
+                if not (parameter.requires_grad or name.endswith(FLOAT32_NAMES)):
                     dtypes[parameter] = torch.bfloat16
     # Unlike a loop over parameters, _apply also works on sharded weights.
     model._apply(lambda tensor: tensor.to(dtypes.get(tensor, tensor.dtype)))

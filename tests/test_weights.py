@@ -19,6 +19,7 @@ from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM, LlamaConfi
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 import rollout
+from causal_lm import set_dtypes
 from cluster import ranks
 from cluster.weights import send, to_all
 from policy import Policy
@@ -324,6 +325,9 @@ def test_the_biases_that_route_tokens_to_experts_are_not_rounded(tmp_path, monke
     for key, tensor in merged.items():
         assert tensor.dtype == served[key].dtype and torch.equal(tensor, served[key]), key
     assert AutoConfig.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+    set_dtypes(policy.model, 4, "cuda")  # On a GPU, frozen layers are bf16.
+    for key, tensor in policy.weights(torch.bfloat16):
+        assert tensor.dtype == served[key].dtype and torch.equal(tensor, served[key]), key
 
 
 class Told:
