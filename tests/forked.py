@@ -12,9 +12,9 @@ traceback and exit handlers. vLLM's servers are forked from another process, whi
     forked.small_ray()                                      # before ray.init; forks Ray's workers as well
     env = forked.servers(os.environ)                        # for vLLM's servers on a CPU
 
-Not covered: options of Python itself, and environment variables that Python or torch read when they are
-imported, such as OMP_NUM_THREADS. Tests of the start itself, of Ctrl-C in a run, or of what other processes
-see start a Python of their own.
+Not covered: options of Python itself, environment variables that Python or torch read when they are imported,
+such as OMP_NUM_THREADS, and finalizers that the imported packages have registered. Tests of the start itself,
+of Ctrl-C in a run, or of what other processes see start a Python of their own.
 """
 
 import atexit
@@ -36,16 +36,20 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from pathlib import Path
+
+import fork_client
+from fork_client import NAMESPACES
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable  # which tests and small_ray() replace for a while
 KEPT = []  # objects that must live until this process ends
-NAMESPACES = ["/proc/self/ns/net", "/proc/self/ns/mnt"]
 IMPORTED = {
-    "scripts": """torch torch.distributed.checkpoint.state_dict transformers transformers.core_model_loading
-        transformers.integrations.sdpa_attention transformers.models.llama.modeling_llama tyro aiohttp.web
-        uvloop accelerate pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
+    "scripts": """torch torch._dynamo.backends.common torch.distributed.checkpoint.state_dict transformers
+        transformers.core_model_loading transformers.integrations.sdpa_attention
+        transformers.models.llama.modeling_llama tyro aiohttp.web uvloop accelerate
+        pyarrow.parquet safetensors.torch psutil requests msgspec msgpack jsonschema
         google.protobuf.message tqdm matplotlib.pyplot pytest reasoning_gym""",
     "servers": "vllm.entrypoints.openai.api_server vllm.v1.engine.core",
 }
@@ -53,7 +57,67 @@ IMPORTED = {
 
 def serve(listener: socket.socket, kind: str) -> tuple[list[str], dict[str, str]]:
     """Fork a process for each script, and return in this process what the script is."""
-    del sys.path[0]  # this folder
+    import_packages(kind)
+    attended = {}  # {file: (script, pidfd, connection)}, where the file is the pidfd or the connection
+    waiting = [0, listener]  # the input closes when the tests end
+    while waiting or attended:
+        ready = select.select([*waiting, *attended], [], [])[0]
+        for file in ready:
+            if file in attended:
+                attend(attended, file)
+        if 0 in ready:
+            listener.close()
+            waiting = []
+        elif listener in ready and (script := fork_script(listener.accept()[0], attended)):
+            listener.close()
+            return begin(*script)
+    os._exit(0)
+
+
+def attend(attended: dict, file) -> None:
+    """Forward a signal to a script, kill it if its client has disconnected, or send its exit code."""
+    script, end, connection = attended.pop(file)
+    if file == end:
+        attended.pop(connection, None)
+        code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+        with contextlib.suppress(OSError):  # Nobody may be waiting any more.
+            connection.sendall(code.to_bytes(8, "little", signed=True))
+        close([end, connection])
+        return
+    number = b""
+    with contextlib.suppress(ConnectionError):
+        number = connection.recv(1)
+    if number:
+        attended[connection] = script, end, connection
+        os.kill(script, number[0])
+    else:
+        os.kill(script, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # It may not lead a group yet.
+            os.killpg(script, signal.SIGKILL)
+
+
+def fork_script(connection: socket.socket, attended: dict) -> tuple | None:
+    """Read a request and fork: return the arguments of `begin` in the forked process, and None here."""
+    files, script = [], -1
+    with contextlib.suppress(OSError, ValueError):  # The client has ended, or there is too little memory.
+        files = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))[1]
+        request = json.loads(connection.makefile().readline())
+        script = os.fork()
+    if script == 0:
+        close([connection, *attended])
+        return files, *request
+    close(files)
+    if script == -1:  # Only this script fails.
+        connection.close()
+        return None
+    end = os.pidfd_open(script)
+    attended |= {file: (script, end, connection) for file in (end, connection)}
+    with contextlib.suppress(OSError):  # The loop sees that the client has gone.
+        connection.sendall(script.to_bytes(8, "little"))
+    return None
+
+
+def import_packages(kind: str) -> None:
     if kind == "servers":
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # as genrm_server.py does; torch reads it when imported
     for name in IMPORTED[kind].split():
@@ -62,63 +126,30 @@ def serve(listener: socket.socket, kind: str) -> tuple[list[str], dict[str, str]
     if kind == "servers":  # Otherwise, vLLM starts a new Python for the engine of a server on a CPU.
         fork = multiprocessing.get_context("fork")
         multiprocessing.get_context = lambda method=None: fork
+    weakref.finalize._registry.clear()  # Otherwise each process would free what the packages allocated.
     gc.freeze()  # Otherwise each process would copy all these objects when it collects garbage.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the processes that wait for scripts.
-    while True:
-        if 0 in select.select([listener, 0], [], [])[0]:
-            os._exit(0)  # The tests have ended.
-        connection, _ = listener.accept()
-        child = -1
-        with contextlib.suppress(OSError):  # Without memory or processes, only this script fails.
-            child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
-            arguments, folder, environment, cores = json.loads(connection.makefile().readline())
-            script = os.fork()
-            if script == 0:
-                connection.close()
-                os.setsid()
-                for number, file in enumerate(files[:3]):
-                    os.dup2(file, number)
-                for file, own in zip(files[3:], NAMESPACES):
-                    if not os.path.samestat(os.fstat(file), os.stat(own)):  # on a host of hosts.py
-                        assert ctypes.CDLL(None).setns(file, 0) == 0
-                for file in files:
-                    os.close(file)
-                os.sched_setaffinity(0, cores)
-                os.chdir(folder)
-                return arguments, environment
-            with contextlib.suppress(BrokenPipeError):  # `attend` sees that the client has gone.
-                connection.sendall(script.to_bytes(8, "little"))
-            for file in files:
-                os.close(file)
-            code = attend(script, connection)
-            with contextlib.suppress(BrokenPipeError):  # Nobody may be waiting any more.
-                connection.sendall(code.to_bytes(8, "little", signed=True))
-            os._exit(0)
-        connection.close()
 
 
-def attend(script: int, connection: socket.socket) -> int:
-    """Wait for a script, and return its exit code.
+def begin(files: list[int], arguments, folder, environment, cores) -> tuple[list[str], dict[str, str]]:
+    """Make this process that of a script: its session, output, namespaces, cores and folder."""
+    os.setsid()
+    for number, file in enumerate(files[:3]):
+        os.dup2(file, number)
+    for file, own in zip(files[3:], NAMESPACES):
+        if not os.path.samestat(os.fstat(file), os.stat(own)):  # on a host of hosts.py
+            assert ctypes.CDLL(None).setns(file, 0) == 0
+    close(files)
+    os.sched_setaffinity(0, cores)
+    os.chdir(folder)
+    return arguments, environment
 
-    Forward signals to the script, and kill it if its client disconnects.
-    """
-    end = os.pidfd_open(script)
-    while end not in select.select([end, connection], [], [])[0]:
-        number = b""
-        with contextlib.suppress(ConnectionError):
-            number = connection.recv(1)
-        if number:
-            os.kill(script, number[0])
+
+def close(files) -> None:
+    for file in files:
+        if isinstance(file, int):
+            os.close(file)
         else:
-            os.kill(script, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):  # It may not lead a group yet.
-                os.killpg(script, signal.SIGKILL)
-            break
-    return os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+            file.close()
 
 
 def become(arguments: list[str], environment: dict[str, str]) -> None:
@@ -159,7 +190,7 @@ def address(kind: str = "scripts") -> str:
     def start():
         select.select([listener], [], [])
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [PYTHON, __file__, "serve", str(listener.fileno()), kind]
+        command = [PYTHON, __file__, str(listener.fileno()), kind]
         options = dict(cwd=folder.name, env=environment, pass_fds=[listener.fileno()], start_new_session=True)
         KEPT.append(subprocess.Popen(command, stdin=subprocess.PIPE, **options))
         listener.close()
@@ -169,45 +200,11 @@ def address(kind: str = "scripts") -> str:
     return os.environ[f"FORKED_{kind}"]
 
 
-class Script:
-    """A running script, with the methods and attributes of subprocess.Popen that the tests use."""
+class Script(fork_client.Script):
+    """A running script of this repository."""
 
     def __init__(self, arguments, output, errors=None, cwd=ROOT, env=None, where=None, stdin=None):
-        self.connection = socket.socket(socket.AF_UNIX)
-        self.connection.connect(where or address())
-        environment = dict(os.environ if env is None else env)
-        request = [*map(str, arguments)], str(cwd), environment, list(os.sched_getaffinity(0))
-        with open(os.devnull) as nothing:
-            files = [nothing if file is None else file for file in (stdin, output, errors or output)]
-            numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-            spaces = [os.open(name, os.O_RDONLY) for name in NAMESPACES]
-            socket.send_fds(self.connection, [b" "], numbers + spaces)
-            for number in spaces:
-                os.close(number)
-        self.connection.sendall(json.dumps(request).encode() + b"\n")
-        self.pid = int.from_bytes(self.connection.recv(8, socket.MSG_WAITALL), "little")
-        assert self.pid, "the process from which scripts are forked has ended"
-        self.returncode = None
-
-    def poll(self) -> int | None:
-        if select.select([self.connection], [], [], 0)[0]:
-            self.wait()
-        return self.returncode
-
-    def wait(self, timeout=None) -> int:
-        if self.returncode is None:
-            self.connection.settimeout(timeout)
-            code = self.connection.recv(8, socket.MSG_WAITALL)
-            assert code, "the process that waits for the script has ended"
-            self.returncode = int.from_bytes(code, "little", signed=True)
-        return self.returncode
-
-    def send_signal(self, number) -> None:
-        with contextlib.suppress(ConnectionError):  # The script may have ended.
-            self.connection.sendall(bytes([number]))
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        super().__init__(arguments, output, errors, cwd, env, where or address(), stdin)
 
 
 def run(arguments, cwd=ROOT, env=None, timeout=None, where=None) -> subprocess.CompletedProcess:
@@ -229,7 +226,7 @@ def on_path(folder: Path) -> str:
     """Write a `python` that forks, and return a PATH in which shell scripts find it."""
     folder.mkdir(exist_ok=True)
     if not (folder / "python").exists():
-        command = f'exec {PYTHON} -I -S {__file__} run {address()} "$@"'
+        command = f'exec {PYTHON} -I -S {fork_client.__file__} {address()} "$@"'
         (folder / "new").write_text(f"#!/bin/sh\n{command}\n")
         (folder / "new").chmod(0o755)
         (folder / "new").rename(folder / "python")
@@ -239,8 +236,9 @@ def on_path(folder: Path) -> str:
 def servers(environment) -> dict[str, str]:
     """Return this environment plus the variables with which vLLM's servers and engines are forked.
 
-    Servers of each kind also start as users start them, in test_genrm_server.py and test_rollout.py. If the
-    environment has FORKED_after, servers are forked only once the file of that name exists.
+    A server of a judge and one of a policy also start as users start them, in test_genrm_server.py and
+    test_rollout.py. If the environment has FORKED_after, servers are forked only once the file of that name
+    exists.
     """
     paths = [str(ROOT / "tests/vllm_forks"), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), "FORKED_servers": address("servers")}
@@ -309,13 +307,6 @@ def end(script) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        script = serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
-        end(lambda: become(*script))
-    else:
-        where, *given = sys.argv[2:]
-        script = Script(given, sys.stdout, sys.stderr, os.getcwd(), where=where, stdin=sys.stdin)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: script.send_signal(number))
-        code = script.wait()
-        sys.exit(code if code >= 0 else 128 - code)
+    del sys.path[0]  # this folder
+    script = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    end(lambda: become(*script))

@@ -20,6 +20,6 @@ if sys.orig_argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]:
         except FileExistsError:
             pass
     if is_real:
-        script = os.path.join(os.path.dirname(os.path.dirname(__file__)), "forked.py")
-        forked = [sys.executable, "-I", "-S", script, "run", os.environ["FORKED_servers"]]
+        script = os.path.join(os.path.dirname(os.path.dirname(__file__)), "fork_client.py")
+        forked = [sys.executable, "-I", "-S", script, os.environ["FORKED_servers"]]
         os.execv(sys.executable, forked + sys.orig_argv[1:])
