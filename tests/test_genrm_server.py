@@ -1456,12 +1456,11 @@ def vllm(tmp_path_factory, model, tokenizer, small_ray):
         monkeypatch.setenv("RAY_ADDRESS", "local")  # start a separate Ray, even if one is running
         for name, value in forked.servers(os.environ).items():
             monkeypatch.setenv(name, value)
-        # The first server of each kind starts as for users.
+        # The first server starts as for users.
         monkeypatch.setenv("FORKED_after_first", str(folder / "first"))
         process = start_command(models[0], "--num-servers", "2", "--served-model-name", "judge")
         try:
             addresses = read_addresses(process)  # starting all at once would starve other tests
-            monkeypatch.setenv("FORKED_after_first", str(folder / "first_classifier"))
             ray.init(include_dashboard=False, logging_level="warning")
             config = Config(
                 model=str(models[1]),
