@@ -9,9 +9,12 @@ import platform
 import re
 import select
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -811,6 +814,8 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetched(address + path, **headers)
         assert refused.value.code == code
+    for host in ("127.0.0.1", "localhost"):  # Browsers omit port 80.
+        assert fetched(address + "version", Host=host) == fetched(address + "version")
     with pytest.raises(ValueError, match="contains no run"):
         view_run.start_server([run / "checkpoints"])
     port = int(address.split(":")[2].strip("/"))
@@ -818,6 +823,21 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
         view_run.start_server([run], port)
     with pytest.raises(OSError, match="^--port 99999: .*port must be 0-65535.*; pass another port, or 0"):
         view_run.start_server([run], 99999)
+
+
+def test_a_browser_that_closes_its_connection_causes_no_output(served, capfd):
+    """The linger time of 0 makes the kernel reset the connection, as a reload during a transfer does."""
+    run, address = served
+    with open(run / "samples.jsonl", "a") as file:
+        file.write(json.dumps(line(step=2, prompt="x" * 5_000_000)) + "\n")
+    host = address.split("/")[2]
+    with socket.create_connection(host.split(":")) as browser:
+        browser.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        browser.recv(10)
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    time.sleep(0.5)
+    assert fetched(address + "version")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_reload_parses_only_what_is_new_and_equals_a_fresh_page(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ the state of the view, so you can share a view as a link. Text from models canno
 JSON that cannot end its script element, and the scripts insert it as text nodes.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -287,8 +288,12 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
     """
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self):
+            with contextlib.suppress(ConnectionError):  # A browser may close its connection at any time.
+                super().handle()
+
         def do_GET(self):
-            host = self.headers.get("Host", "").rpartition(":")[0]
+            host = self.headers.get("Host", "").partition(":")[0]  # Browsers omit port 80.
             if host not in ("127.0.0.1", "localhost"):
                 return self.send_error(403)
             try:
