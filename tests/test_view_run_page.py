@@ -210,16 +210,28 @@ def test_secrets_are_not_on_the_page(tmp_path):
     assert "--max-tokens 512" in data["starts"][0]["command"]
 
 
-def in_node(page, expression):
-    """Return what an expression is after the page's first script, which needs no browser."""
+def in_node(page, expression, scripts=("base.js",)):
+    """Return what an expression is after these scripts of the page, which need no browser."""
     if not shutil.which("node"):
         pytest.skip("no node on this machine")
     data = json.dumps(json.dumps(data_of(page)))
     program = f"const document = {{getElementById: () => ({{textContent: {data}}})}};"
-    program += (PAGE / "base.js").read_text() + f"; console.log(JSON.stringify({expression}))"
+    program += "".join((PAGE / name).read_text() for name in scripts)
+    program += f"; console.log(JSON.stringify({expression}))"
     done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_source_whose_name_begins_with_that_of_another_source_keeps_its_metrics(tmp_path):
+    sources = ("gsm8k", "gsm8k/main", "gsm8k/socratic")  # The page meets them in another order.
+    metrics = steps_of([0.5])
+    for source in sources:
+        metrics[0] |= {f"val/{source}/mean@1": 0.5, f"val/{source}/no_verdict/mean@1": 0.0}
+    page = view_run.write_page([write_run(tmp_path / "run", [], metrics)])
+    keys = [f"val/{source}/mean@1" for source in sources]
+    found = in_node(page, f"{keys}.map(key => [sourceOf(key), inTraining(key)])", ("base.js", "curves.js"))
+    assert found == [[source, "reward/acc"] for source in sources]
 
 
 @pytest.mark.parametrize(

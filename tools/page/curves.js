@@ -17,7 +17,8 @@ const METRICS = [...new Set(RUNS.flatMap(run => Object.keys(run.metrics)))].sort
 // A source's name may contain slashes. A metric that every source has shows where the name ends.
 const NO_VERDICT_OF = /^val\/(.+)\/no_verdict\/mean@\d+$/;
 const SOURCES = [...new Set(METRICS.map(key => key.match(NO_VERDICT_OF)?.[1]).filter(Boolean))];
-const sourceOf = key => SOURCES.find(source => key.startsWith(`val/${source}/`));
+// Of two sources such as gsm8k and gsm8k/main, the longer name counts.
+const sourceOf = key => SOURCES.filter(source => key.startsWith(`val/${source}/`)).sort().at(-1);
 const glyph = source => GLYPHS[SOURCES.indexOf(source) % GLYPHS.length];
 
 function inTraining(name) {  // the name of a held-out metric in training, or the same name if there is none
