@@ -430,6 +430,15 @@ def test_the_plan_for_gpus_that_are_not_here(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("gpus", ["0", "-1", "4 0"])
+def test_a_plan_for_nodes_without_gpus_is_rejected(capsys, gpus):
+    arguments = ["--model", "m", "--train-file", "t", "--out-dir", "o", "--gpus", *gpus.split()]
+    with pytest.raises(SystemExit) as ended:
+        plan_run.main(parse("tools.plan_run", arguments))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: --gpus {gpus}: every number must be above 0; ")
+
+
 @pytest.mark.parametrize(
     "mode, judge, too_large",
     [

@@ -380,6 +380,11 @@ def gpu_memory(config) -> float:
 
 def main(config: Config) -> None:
     with one_line_errors():
+        if min(config.gpus, default=1) < 1:
+            here = " ".join(map(str, config.gpus))
+            raise ValueError(
+                f"--gpus {here}: every number must be above 0; to plan for a CPU, pass --device cpu instead"
+            )
         run = Run(dataclasses.replace(config, dry_run=True))
         started = not config.gpus and reward_loop.connect_ray()
         gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
