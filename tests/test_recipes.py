@@ -275,6 +275,14 @@ def test_a_judge_of_a_family_that_cannot_be_counted_is_unknown_and_not_too_large
     assert line.endswith(" GB  genrm: its memory use is unknown")
 
 
+def test_a_judge_with_quantised_weights_is_unknown(shapes, tmp_path):
+    config = json.loads((shapes / "judge/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = plan_of(shapes, "--genrm", str(tmp_path), "--gpus", "3")
+    assert re.search(" GB  genrm: its memory use is unknown$", text, re.M)
+
+
 @pytest.mark.slow
 def test_the_first_gpu_command_of_the_docs_fits_the_gpu_that_it_names(shapes):
     page = (ROOT / "docs/training.md").read_text()

@@ -47,10 +47,10 @@ if __name__ == "__main__":
 
 import ray
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import reward_loop
-from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, set_dtypes
+from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, read_config, set_dtypes
 from cluster.placement import ProcessSpec, Reservation, layout, process_specs
 from policy import TOKENS_PER_PASS
 from run import Run
@@ -63,7 +63,7 @@ SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top
 
 
 def shape_of(config):
-    return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    return read_config(config.model, config.trust_remote_code)
 
 
 def count_parameters(config, device: str = "cpu") -> tuple:
@@ -246,7 +246,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         tokens = round(cache / (2e-9 * cache_of(text)))  # ValueError if the weights are unknown
         longest = server.max_model_len or text.max_position_embeddings
         longest = vllm_argument(server, "--max-model-len", longest)
-    except Exception:  # The model is missing or of an unknown kind, or an argument is unreadable.
+    except Exception:  # The model is missing, quantised or of an unknown kind, or an argument is unreadable.
         return f"{have:9.2f} GB  {name}: its memory use is unknown"
     room = f"room for {tokens:,.0f} tokens (longest sequence: {longest:,.0f})"
     fits = "it fits" if tokens >= longest else "too little memory; raise its share or lower --max-model-len"
