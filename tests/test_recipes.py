@@ -219,6 +219,17 @@ def test_a_plan_says_when_heads_cannot_be_split_over_the_gpus(shapes, gpus, fits
     assert (f"vLLM cannot split 28 attention heads over {gpus} GPUs; use fewer" in line) != fits
 
 
+def test_more_gpus_than_key_heads_leave_no_more_room_for_keys(shapes):
+    """From 8 GPUs on, vLLM copies the 8 key heads of the judge."""
+    room = []
+    for gpus in (4, 8, 16):
+        more = ["--genrm", str(shapes / "judge"), "--genrm-tensor-parallel", str(gpus)]
+        text = plan_of(shapes, *more, "--gpus", str(gpus + 2))
+        (tokens,) = re.findall("genrm: .* room for ([0-9,]+) tokens", text)
+        room.append(int(tokens.replace(",", "")))
+    assert 2 < room[1] / room[0] < 2.1 and 1 < room[2] / room[1] < 1.1
+
+
 @pytest.mark.parametrize(
     "vllm_args, said",
     [

@@ -91,10 +91,10 @@ def sum_of_sizes(module) -> float:
     return sum(parameter.nbytes / 4 for parameter in module.parameters())
 
 
-def cache_of(text) -> int:
-    """Return the number of values in the key-value cache of one token."""
+def cache_of(text, gpus: int = 1) -> int:
+    """Return the number of values in the key-value cache of one token. Each GPU has at least one key head."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head_size(text)
+    return 2 * text.num_hidden_layers * max(heads, gpus) * head_size(text)
 
 
 def head_size(text) -> int:
@@ -243,7 +243,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         sequences = vllm_argument(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
         logits = 4e-9 * SAMPLER_COPIES * sequences * text.vocab_size  # on each GPU: all gather them
         cache = max(have - weights - (VLLM_GB + logits) * gpus, 0)
-        tokens = round(cache / (2e-9 * cache_of(text)))  # ValueError if the weights are unknown
+        tokens = round(cache / (2e-9 * cache_of(text, gpus)))  # ValueError if the weights are unknown
         longest = server.max_model_len or text.max_position_embeddings
         longest = vllm_argument(server, "--max-model-len", longest)
     except Exception:  # The model is missing, quantised or of an unknown kind, or an argument is unreadable.
