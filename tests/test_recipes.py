@@ -458,6 +458,24 @@ def test_a_plan_for_nodes_without_gpus_is_rejected(capsys, gpus):
     assert capsys.readouterr().err.startswith(f"error: --gpus {gpus}: every number must be above 0; ")
 
 
+def test_the_plan_counts_the_samples_of_an_evaluation(tmp_path, capsys):
+    """A sampler on a CPU generates as many of them at once as --rollout-batch-size allows."""
+    row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}]}
+    row |= {"extra_info": {}, "reward_model": {"ground_truth": "1"}}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row))
+    model = str(ROOT / "toy/models/policy")
+    arguments = ["--model", model, "--train-file", str(rows), "--out-dir", str(tmp_path / "run")]
+    arguments += ["--device", "cpu", "--gpus", "1", "--max-prompt-length", "64", "--overlong-buffer", "0"]
+    arguments += ["--max-response-length", "64", "--train-batch-size", "1", "--group-size", "10000"]
+    caches = []
+    for more in [], ["--val-file", f"{rows}:30000"]:
+        plan_run.main(parse("tools.plan_run", [*arguments, "--rollout-batch-size", "20000", *more]))
+        (gb,) = re.findall("(.*) GB  rollout: key-value cache", capsys.readouterr().out)
+        caches.append(float(gb))
+    assert 1 < caches[1] == pytest.approx(2 * caches[0], abs=0.02)
+
+
 @pytest.mark.parametrize(
     "mode, judge, too_large",
     [

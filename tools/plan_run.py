@@ -125,16 +125,18 @@ def activations_of(config, text, tokens: int, device: str) -> int:
     return layer * layers + logits
 
 
-def estimate_memory(config, device: str) -> dict[str, float | None]:
+def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, float | None]:
     """Return the approximate memory in GB by purpose, on the device of the policy or of each rank.
 
-    None means unknown. Entries named "update: ..." and "rollout: ..." do not exist at the same time.
+    `num_validation` is the number of samples of an evaluation. None means unknown. Entries named
+    "update: ..." and "rollout: ..." do not exist at the same time.
     """
     text = shape_of(config).get_text_config()
     weights, trained, largest_layer, rest = count_parameters(config, device)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
-    sequences = min(config.rollout_batch_size, config.train_batch_size * config.group_size)
+    samples = max(config.train_batch_size * config.group_size, num_validation)
+    sequences = min(config.rollout_batch_size, samples)
     try:
         activations = activations_of(config, text, tokens, device)
         cache = cache_of(text) * longest * sequences
@@ -170,8 +172,8 @@ def estimate_memory(config, device: str) -> dict[str, float | None]:
     return gigabytes
 
 
-def report(config, num_rows: int) -> str:
-    """Return the plan for a resolved configuration as text."""
+def report(config, num_rows: int, num_validation: int = 0) -> str:
+    """Return the plan for a resolved configuration and this many training rows and validation samples."""
     prompts = config.total_steps * config.train_batch_size
     epochs = f"{prompts / num_rows:.1f} epochs of {num_rows} rows"
     lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
@@ -191,7 +193,7 @@ def report(config, num_rows: int) -> str:
         device = "the GPU of rank 0"
     if config.policy_ranks > 1:
         device = f"each of {config.policy_ranks} ranks, {config.device}"
-    estimate = estimate_memory(config, config.device)
+    estimate = estimate_memory(config, config.device, num_validation)
     always = 0.0
     phases = {"update": 0.0, "rollout": 0.0}
     for name, gb in estimate.items():
@@ -388,7 +390,8 @@ def main(config: Config) -> None:
         run = Run(dataclasses.replace(config, dry_run=True))
         started = not config.gpus and reward_loop.connect_ray()
         gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
-        print(report(config.resolved(gpus), len(run.train_rows)))
+        num_validation = sum(n for _, n in run.val_rows)
+        print(report(config.resolved(gpus), len(run.train_rows), num_validation))
         if started:
             ray.shutdown()
 
