@@ -211,6 +211,18 @@ def test_a_plan_for_two_nodes_keeps_each_server_on_one_of_them(shapes):
         plan_of(shapes, "--rollout-tensor-parallel", "4", "--gpus", "3", "3", "2")
 
 
+def test_the_ranks_of_a_node_share_its_memory(shapes):
+    memory = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    more = ["--rollout", "vllm", "--policy-ranks"]
+    text = plan_of(shapes, *more, "8", "--device", "cpu", "--gpus", "1")
+    assert f"of {memory / 8:.1f} GB on each of 8 ranks, cpu: too little memory" in text
+    text = plan_of(shapes, *more, "6", "--device", "cuda", "--policy-offload", "--gpus", "3", "4")
+    of_rank = map(float, re.findall(r"([\d.]+) GB  in host memory, for each rank: ", text))
+    said = re.search(r"([\d.]+) GB  in host memory of a node with (\d) of the ranks, of (.*) GB on", text)
+    assert float(said[1]) == pytest.approx(int(said[2]) * sum(of_rank), abs=0.1)
+    assert said[2] == "3" and said[3] == f"{memory:.1f}"
+
+
 @pytest.mark.parametrize("gpus, fits", [(4, True), (12, False), (7, False)])  # 28 heads, 4 key heads
 def test_a_plan_says_when_heads_cannot_be_split_over_the_gpus(shapes, gpus, fits):
     text = plan_of(shapes, "--rollout-tensor-parallel", str(gpus), "--gpus", str(gpus + 1))

@@ -9,7 +9,7 @@ config.json. It does not check the weights, whether the adapters fit the model, 
 the reward function needs; the trainer's --dry-run checks all three. On GPUs, it also reserves the resources
 of the run in Ray, prints the processes of each node, and releases the resources; if you pass --gpus, it
 computes the placement without Ray. For each vLLM server, it prints how many tokens fit into the key-value
-cache.
+cache. Not covered: vLLM servers on a CPU.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -59,6 +60,7 @@ VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by defau
 SHARED = 0.97  # largest sum of the shares of a GPU (docs/training.md)
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
 VLLM_SEQUENCES = 1024, 256  # vLLM's default --max-num-seqs on GPUs of at least 70 GiB, and on smaller ones
+IN_HOST = "in host memory, for each rank"  # with --policy-offload
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
@@ -145,7 +147,7 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
         cache = math.nan
     where = ""
     if config.policy_offload and device == "cuda":
-        where = "in host memory, for each rank: "
+        where = f"{IN_HOST}: "
     numbers = {
         f"{where}weights": weights / config.policy_ranks,
         f"{where}gradients": trained / config.policy_ranks,
@@ -177,39 +179,45 @@ def report(config, num_rows: int, num_validation: int = 0) -> str:
     prompts = config.total_steps * config.train_batch_size
     epochs = f"{prompts / num_rows:.1f} epochs of {num_rows} rows"
     lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
-    available = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks = 1  # of a node
     specs = process_specs(config)
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
     if on_gpus or config.policy_ranks > 1:
-        lines += placement_lines(config, specs)
+        nodes = placement(config, specs)
+        ranks = max([name for name, _ in chain(*bundles)].count("rank") for bundles in nodes.values())
+        lines += placement_lines(nodes, specs)
     if on_gpus:
         gpu = gpu_memory(config)
         for name, server in servers_of(config).items():
             if name in specs and specs[name].gpus:
                 lines.append(server_memory(config, name, server, gpu))
     device = config.device
+    available = memory / ranks
     if device == "cuda":
         available = gpu * config.policy_gpu_share
         device = "the GPU of rank 0"
     if config.policy_ranks > 1:
         device = f"each of {config.policy_ranks} ranks, {config.device}"
     estimate = estimate_memory(config, config.device, num_validation)
-    always = 0.0
-    phases = {"update": 0.0, "rollout": 0.0}
+    totals = defaultdict(float)  # "" is memory that is needed all the time
     for name, gb in estimate.items():
         if gb is None:
             lines.append(f"  unknown     {name}")
             continue
         lines.append(f"{gb:9.2f} GB  {name}")
-        phase, of_phase, _ = name.partition(":")
-        if not of_phase:
-            always += gb
-        elif phase in phases:
-            phases[phase] += gb
-    peak = always + max(phases.values())
+        totals[name.rpartition(": ")[0]] += gb
+    in_host = ranks * totals[IN_HOST]
+    if in_host:
+        fits = "it fits"
+        if in_host > memory:
+            fits = "too little memory; use larger or more nodes"
+        where = f"in host memory of a node with {ranks} of the ranks"
+        lines.append(f"{in_host:9.2f} GB  {where}, of {memory:.1f} GB on this machine: {fits}")
+    peak = totals[""] + max(totals["update"], totals["rollout"])
     if peak <= available:
         fits = "it fits"
-    elif always > available and not config.lora_rank:
+    elif totals[""] > available and not config.lora_rank:
         fits = "too little memory for all weights; train adapters (--lora-rank 32) or raise --policy-ranks"
     else:
         fits = (
@@ -280,13 +288,13 @@ def vllm_argument(server, flag: str, default: float) -> float:
     return default
 
 
-def placement_lines(config, specs: dict[str, ProcessSpec]) -> list[str]:
+def placement_lines(nodes: dict[str, list], specs: dict[str, ProcessSpec]) -> list[str]:
     """Describe the processes of each node, as in "a + b" if they share a GPU, and shares that are too large.
 
     While the judges are awake, the policy uses less than its share (--reward-mode colocate).
     """
     lines = []
-    for node, bundles in placement(config, specs).items():
+    for node, bundles in nodes.items():
         held = []
         too_large = []
         for processes in bundles:
