@@ -498,9 +498,13 @@ def test_the_plan_counts_the_samples_of_an_evaluation(tmp_path, capsys):
     ],
 )
 def test_the_plan_adds_up_the_shares_of_a_gpu(shapes, mode, judge, too_large):
-    """Leave 3 % of a shared GPU free. The policy and a judge that sleeps use it in turns."""
+    """Leave 3 % of a shared GPU free. The policy and a judge that sleeps use it in turns.
+
+    With --policy-offload, the policy keeps no weights on the GPU.
+    """
     shares = ["--policy-gpu-share", "0.45", "--rollout-gpu-share", "0.3", "--genrm-gpu-share", str(judge)]
     more = [*shares, "--reward-mode", mode, "--genrm", str(shapes / "small"), "--gpus", "1"]
+    more.append("--policy-offload")
     text = plan_of(shapes, *more)
     assert f"genrm 0 ({judge} GPUs)" in text.splitlines()[1]
     problems = [line.strip() for line in text.splitlines() if " of a GPU  " in line]
@@ -512,8 +516,19 @@ def test_the_plan_adds_up_the_shares_of_a_gpu(shapes, mode, judge, too_large):
 
 def test_the_plan_has_room_for_a_judge_that_sleeps_while_the_policy_uses_the_whole_gpu(shapes):
     more = ["--reward-mode", "colocate", "--genrm-gpu-share", "0.5", "--device", "cuda", "--rollout", "vllm"]
-    text = plan_of(shapes, *more, "--genrm", str(shapes / "small"), "--gpus", "2")
+    text = plan_of(shapes, *more, "--genrm", str(shapes / "small"), "--gpus", "2", "--lora-rank", "32")
     assert "rank 0 + genrm 0 (0.5 GPUs)" in text and " of a GPU  " not in text
+
+
+@pytest.mark.parametrize("judge, too_large", [(0.4, False), (0.65, True)])
+def test_the_plan_adds_what_the_policy_keeps_while_the_judge_is_awake(shapes, judge, too_large):
+    """A policy with 1.54 billion parameters keeps 12 bytes of weights and moments for each of them."""
+    shares = ["--policy-gpu-share", "0.68", "--rollout-gpu-share", "0.29", "--genrm-gpu-share", str(judge)]
+    more = [*shares, "--reward-mode", "colocate", "--genrm", str(shapes / "judge"), "--gpus", "1"]
+    text = plan_of(shapes, *more, "--model", str(shapes / "1b"))
+    sharing = f"weights and Adam of rank 0 (0.23 GPUs) + policy server 0 (0.29 GPUs) + genrm 0 ({judge} GPUs)"
+    assert (f"1.17 of a GPU  {sharing}: too much for one GPU; lower" in text) == too_large
+    assert (" of a GPU  " in text) == too_large
 
 
 def test_the_papers_settings_are_the_trainers_defaults():

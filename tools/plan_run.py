@@ -181,17 +181,21 @@ def report(config, num_rows: int, num_validation: int = 0) -> str:
     lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
     memory = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = 1  # of a node
+    estimate = estimate_memory(config, config.device, num_validation)
     specs = process_specs(config)
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
     if on_gpus or config.policy_ranks > 1:
         nodes = placement(config, specs)
         ranks = max([name for name, _ in chain(*bundles)].count("rank") for bundles in nodes.values())
-        lines += placement_lines(nodes, specs)
-    if on_gpus:
-        gpu = gpu_memory(config)
-        for name, server in servers_of(config).items():
-            if name in specs and specs[name].gpus:
-                lines.append(server_memory(config, name, server, gpu))
+        kept = 0.0  # fraction of a GPU that a rank uses while the judges are awake
+        if on_gpus:
+            gpu = gpu_memory(config)
+            if config.reward_mode == "colocate":
+                kept = sum(estimate.get(name) or 0.0 for name in ("weights", "Adam", "reference model")) / gpu
+        lines += placement_lines(nodes, specs, kept)
+    for name, server in servers_of(config).items():
+        if name in specs and specs[name].gpus:
+            lines.append(server_memory(config, name, server, gpu))
     device = config.device
     available = memory / ranks
     if device == "cuda":
@@ -199,7 +203,6 @@ def report(config, num_rows: int, num_validation: int = 0) -> str:
         device = "the GPU of rank 0"
     if config.policy_ranks > 1:
         device = f"each of {config.policy_ranks} ranks, {config.device}"
-    estimate = estimate_memory(config, config.device, num_validation)
     totals = defaultdict(float)  # "" is memory that is needed all the time
     for name, gb in estimate.items():
         if gb is None:
@@ -288,11 +291,13 @@ def vllm_argument(server, flag: str, default: float) -> float:
     return default
 
 
-def placement_lines(nodes: dict[str, list], specs: dict[str, ProcessSpec]) -> list[str]:
+def placement_lines(nodes: dict[str, list], specs: dict[str, ProcessSpec], kept: float) -> list[str]:
     """Describe the processes of each node, as in "a + b" if they share a GPU, and shares that are too large.
 
-    While the judges are awake, the policy uses less than its share (--reward-mode colocate).
+    While the judges are awake, each rank uses only the fraction `kept` of a GPU (--reward-mode colocate).
     """
+    weights = "weights and Adam of rank"
+    specs = specs | {weights: ProcessSpec(1, 0.0, round(kept, 2))}
     lines = []
     for node, bundles in nodes.items():
         held = []
@@ -300,8 +305,12 @@ def placement_lines(nodes: dict[str, list], specs: dict[str, ProcessSpec]) -> li
         for processes in bundles:
             held.append(labels(processes, specs))
             during_updates = [one for one in processes if not specs[one[0]].awake]
-            of_servers = [one for one in processes if not specs[one[0]].apart]
-            for together in (during_updates, of_servers):
+            while_judging = [
+                (weights if specs[name].apart else name, number)
+                for name, number in processes
+                if kept or not specs[name].apart
+            ]
+            for together in (during_updates, while_judging):
                 total = sum(specs[name].share for name, _ in together)
                 if len(together) > 1 and round(total, 2) > SHARED:
                     problem = f"too much for one GPU; lower these shares to at most {SHARED} in total"
