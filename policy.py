@@ -411,7 +411,8 @@ class Policy:
             "config": self.model.config,
             "architecture": type(self.model).__name__.removeprefix("FSDP"),
             "eos_token_id": self.model.generation_config.eos_token_id,
-            "numel": sum(map(torch.numel, self.model.state_dict().values())),
+            "numel": sum(map(torch.numel, self.model.state_dict().values())),  # counts a tied head twice
+            "parameters": sum(map(torch.numel, self.model.parameters())),  # counts it once
             "adapters": count_adapters(self.model) if self.has_adapters else "",
         }
 

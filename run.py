@@ -548,7 +548,7 @@ class Run:
         if info["adapters"]:
             print(info["adapters"])
         elif config.total_steps:  # An evaluation writes no checkpoints.
-            check_room(config, self.step, 12e-9 * info["numel"])  # Adapters are too small to check.
+            check_room(config, self.step, 12e-9 * info["parameters"])  # Adapters are too small to check.
         self.eos_ids = end_tokens(info["eos_token_id"], self.tokenizer)
         if not self.eos_ids:
             raise ValueError(

@@ -15,7 +15,8 @@ import pytest
 import torch
 import tyro
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoTokenizer, GenerationConfig
 
 import grpo_trainer
 import reward_loop
@@ -594,6 +595,12 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     load(prepared(tmp_path, model, tokenizer, out_dir=str(tmp_path / "evaluation"), **evaluation))
     free.free = 3.1 * 12 * sum(tensor.numel() for tensor in model.state_dict().values())
     load(run)
+    shape = copy.deepcopy(model.config)
+    shape.tie_word_embeddings = True  # A checkpoint contains a tied head only once.
+    tied = AutoModelForCausalLM.from_config(shape).eval()
+    free.free = 3.1 * 12 * sum(parameter.numel() for parameter in tied.parameters())
+    (tmp_path / "tied").mkdir()
+    load(prepared(tmp_path / "tied", tied, tokenizer, save_every=1))
 
 
 @pytest.mark.parametrize(
