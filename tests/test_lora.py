@@ -222,6 +222,16 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
     assert torch.allclose(merged(IDS).logits, policy.model(IDS).logits, atol=1e-5)
 
 
+def test_an_output_that_is_a_file_is_rejected_and_not_changed(model, tokenizer, tmp_path):
+    base, saved, out = write_model(tmp_path / "base", model, tokenizer), tmp_path / "saved", tmp_path / "out"
+    policy_of(model, lora_rank=4).save(saved)
+    tokenizer.save_pretrained(saved)
+    out.write_text("mine")
+    with pytest.raises(ValueError, match=f"^{out}: is the base model .*, or a file; pass another directory$"):
+        merge_lora.merge(saved, out, base)
+    assert out.read_text() == "mine"
+
+
 def test_targets_that_are_in_no_layer_are_named(model):
     with pytest.raises(ValueError, match="^--lora-targets: Target modules {'query'} not found"):
         policy_of(model, lora_rank=4, lora_targets=("query",))

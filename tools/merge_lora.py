@@ -40,7 +40,7 @@ class Config:
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`.
 
-    Raises ValueError if `checkpoint` has no adapters, or if `out` is one of the two inputs.
+    Raises ValueError if `checkpoint` has no adapters, or if `out` is a file or one of the two inputs.
     """
     if not (checkpoint / "adapter_config.json").is_file():
         raise ValueError(
@@ -56,10 +56,11 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         raise ValueError(
             f"{checkpoint}: adapter_config.json names no base model ({error!r}); pass --model"
         ) from error
-    if out.resolve() == Path(base).resolve() or (out / "adapter_config.json").exists():
+    is_input = out.resolve() == Path(base).resolve() or (out / "adapter_config.json").exists()
+    if is_input or out.is_file():
         raise ValueError(
             f"{out}: is the base model or a checkpoint with adapters, which merging would "
-            "overwrite; pass another directory"
+            "overwrite, or a file; pass another directory"
         )
     import torch  # These imports take four seconds, and --help does not need them.
     from peft import PeftModel
