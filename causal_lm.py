@@ -604,7 +604,7 @@ def add_adapters(model, options, source: str) -> None:
         # Experts are not linear layers, a router returns more than a product, and a tied head shares its
         # weight with the embedding.
         is_linear = issubclass(kind, (torch.nn.Linear, Conv1D)) and "Router" not in kind.__name__
-        if not is_linear or (name == "lm_head" and model.config.tie_word_embeddings):
+        if not is_linear or is_tied(model, name):
             raise ValueError(
                 f"--lora-targets: {name} is a {kind.__name__}, not a plain linear layer with "
                 "its own weight; pass only linear layers, such as q_proj v_proj"
@@ -633,6 +633,11 @@ def adapter_layers(model) -> dict:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def is_tied(model, name: str) -> bool:
+    """Return whether the layer of this name shares its weight with another layer, as a tied head does."""
+    return any(f"{name}.weight" in pair for pair in model.all_tied_weights_keys.items())
 
 
 def count_adapters(model) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
@@ -230,6 +230,22 @@ def test_an_output_that_is_a_file_is_rejected_and_not_changed(model, tokenizer, 
     with pytest.raises(ValueError, match=f"^{out}: is the base model .*, or a file; pass another directory$"):
         merge_lora.merge(saved, out, base)
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_other_programs_on_a_tied_weight_are_rejected(model, tokenizer, tmp_path, target):
+    """Merging them would change both the embedding and the head."""
+    shape = copy.deepcopy(model.config)
+    shape.tie_word_embeddings = True
+    base = write_model(tmp_path / "base", AutoModelForCausalLM.from_config(shape), tokenizer)
+    settings = LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    with pytest.raises(
+        ValueError, match=rf"cannot be merged .*{target} shares its weight with another layer"
+    ):
+        merge_lora.merge(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_targets_that_are_in_no_layer_are_named(model):

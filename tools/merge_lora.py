@@ -66,13 +66,24 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     from peft import PeftModel
     from safetensors import SafetensorError
 
-    from causal_lm import FLOAT32_NAMES, load_causal_lm, load_tokenizer, read_config
+    from causal_lm import (
+        FLOAT32_NAMES,
+        adapter_layers,
+        is_tied,
+        load_causal_lm,
+        load_tokenizer,
+        read_config,
+    )
 
     try:
         stored = read_config(base, trust_remote_code).dtype or torch.float32
         # The sum is computed in float32 and then rounded, as on the policy servers.
         whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
-        whole = PeftModel.from_pretrained(whole, checkpoint).merge_and_unload()
+        adapted = PeftModel.from_pretrained(whole, checkpoint)
+        for name in adapter_layers(whole):
+            if is_tied(whole, name):
+                raise ValueError(f"{name} shares its weight with another layer, which merging would change")
+        whole = adapted.merge_and_unload()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
