@@ -604,11 +604,11 @@ class Run:
         )
         if not tools:
             return
+        print(f"page: {tools.view_run.write_page([config.out_dir])}")
         if config.lora_rank and self.step:
             source = Path(self.resume_from)
             options = config.model, config.max_positions, config.trust_remote_code
             tools.merge_lora.merge(source, self.merged_dir, *options)
-        print(f"page: {tools.view_run.write_page([config.out_dir])}")
 
     # ---- what may go wrong
 

@@ -4,7 +4,9 @@ programs.
 
 import copy
 import json
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -248,6 +250,21 @@ def test_adapters_of_other_programs_on_a_tied_weight_are_rejected(model, tokeniz
     assert not (tmp_path / "out").exists()
 
 
+def test_a_full_disk_ends_a_merge_with_one_line(model, tokenizer, tmp_path):
+    """A limit on file sizes simulates a full disk: the kernel rejects the write in the same place."""
+    base, saved = write_model(tmp_path / "base", model, tokenizer), tmp_path / "saved"
+    policy_of(model, lora_rank=4).save(saved)
+    tokenizer.save_pretrained(saved)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1][1]))
+        with pytest.raises(OSError, match=f"^{tmp_path}/out: .*File too large.*; free some space, and merge"):
+            merge_lora.merge(saved, tmp_path / "out", base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+
+
 def test_targets_that_are_in_no_layer_are_named(model):
     with pytest.raises(ValueError, match="^--lora-targets: Target modules {'query'} not found"):
         policy_of(model, lora_rank=4, lora_targets=("query",))
@@ -308,11 +325,14 @@ def test_the_merged_model_is_that_of_the_newest_checkpoint(workshop, monkeypatch
 
     first = train(1, "one")
     (folder / "one").rename(folder / "two")
+    page = workshop / "moving/report.html"
     for dies in ("load_causal_lm", "load_tokenizer"):
+        page.unlink()
         with monkeypatch.context() as patched:
             patched.setattr(causal_lm, dies, None)
             with pytest.raises((AttributeError, TypeError)):
                 train(2, "two")
+        assert page.is_file()
         if dies == "load_causal_lm":  # the existing model is not that of step 1
             assert not Path(workshop, "moving/merged/model.safetensors").exists()
     second = train(2, "two")

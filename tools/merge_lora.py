@@ -40,7 +40,8 @@ class Config:
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`.
 
-    Raises ValueError if `checkpoint` has no adapters, or if `out` is a file or one of the two inputs.
+    Raises ValueError if `checkpoint` has no adapters, or if `out` is a file or one of the two inputs, and
+    OSError if the disk is full.
     """
     if not (checkpoint / "adapter_config.json").is_file():
         raise ValueError(
@@ -92,7 +93,10 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
             "checkpoint"
         ) from error
     exact = {name: tensor for name, tensor in whole.state_dict().items() if name.endswith(FLOAT32_NAMES)}
-    whole.to(stored).save_pretrained(out, state_dict=whole.state_dict() | exact)
+    try:
+        whole.to(stored).save_pretrained(out, state_dict=whole.state_dict() | exact)
+    except SafetensorError as error:  # for example, because the disk is full
+        raise OSError(f"{out}: cannot be written ({error}); free some space, and merge again") from error
     tokenizer = load_tokenizer(str(checkpoint), trust_remote_code)
     tokenizer.save_pretrained(out)
     add_end_tokens(out / "generation_config.json", tokenizer)
