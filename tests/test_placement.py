@@ -230,7 +230,7 @@ def rank_on_cpu():
     return Rank
 
 
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info, **_): return 0.0\n"
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0\n"
 
 
 @pytest.mark.slow
