@@ -583,7 +583,7 @@ def _grade(pipe):
 # case of symbols with names such as \Omega and A_1.
 _NOT_READ = re.compile(
     r"=|.'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
-    r"^(?=(?:[^(\[,]|[(\[][^(),]*[)\]])*(?:,|or))|\d \d|"
+    r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )
 

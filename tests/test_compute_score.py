@@ -2216,6 +2216,8 @@ def test_math_verify_compares_values_only():
         refused += pair["equal"] and not acc
     assert paid <= 1 and refused <= 7
     assert verified("2x+y=0", "0") is False and verified("x^2=4", "4") is False
+    # The time must not double with each pair of brackets.
+    assert verified("[1]" * 90, "1") is False and verified("[]]" * 30, "1") is False
     assert verified("5\\text{ km}", "5\\text{ cm}") is False and verified("1,-2", "-2,1") is True
 
 
