@@ -347,6 +347,8 @@ def as_result(value, group: list[str] | None) -> bytes:
 
 def as_json(value):
     """Convert a value that JSON cannot represent: an array to a list, anything else to text."""
+    if isinstance(value, BaseException):
+        return error_line(value)  # The repr of an HTTP error may contain headers, and therefore a key.
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 

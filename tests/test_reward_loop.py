@@ -399,6 +399,14 @@ def test_a_function_gets_the_columns_that_it_names():
     assert seen == [[rows[0]["prompt"], 7], [rows[0]["prompt"], None]]
 
 
+def test_an_exception_in_a_result_shows_no_headers(start):
+    """Its repr may contain all headers of a request, and therefore a key."""
+    (result,) = start(f"{FAULTS}:returns_an_exception").score_batch([sample("x")])
+    assert result["status"] == "no_verdict"
+    why = result["reward_extra_info"]["why"]
+    assert why.startswith("ClientResponseError: 401") and "s3cret" not in why
+
+
 @pytest.mark.slow
 def test_sync_blocks_are_cut_off_and_nobody_waits_for_them(start):
     manager = start(f"{FAULTS}:sync_fault", timeout=8.0, sync_processes=3)

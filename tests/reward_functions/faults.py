@@ -167,6 +167,17 @@ def names_columns(data_source, solution_str, ground_truth, extra_info, prompt, r
     return {"score": 1.0, "seen": [prompt, response_length]}
 
 
+def returns_an_exception(data_source, solution_str, ground_truth, extra_info):
+    from aiohttp import ClientResponseError, RequestInfo
+    from multidict import CIMultiDict
+    from yarl import URL
+
+    request = RequestInfo(
+        URL("http://h"), "POST", CIMultiDict(Authorization="Bearer s3cret"), URL("http://h")
+    )
+    return {"score": None, "why": ClientResponseError(request, (), status=401)}
+
+
 def has_settings(
     data_source, solution_str, ground_truth, extra_info, verifier: Literal["rule", "other"] = "rule"
 ):
