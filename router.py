@@ -5,8 +5,8 @@
 The router forwards the paths of --forward and rejects all others. Its own endpoints:
     GET /health                 returns 200 if at least one server is healthy, else 503; needs no key
     GET /workers, /metrics      lists the servers and their state, as JSON or as Prometheus text
-    POST /workers {"url": U}    adds a server; needs the servers' key
-    DELETE /workers?url=U       removes a server and lets its requests finish; needs the servers' key
+    POST /workers {"url": U}    adds a server; needs the servers' key, or else the clients'
+    DELETE /workers?url=U       removes a server and lets its requests finish; needs the same key
 How the router reacts when a server fails:
     no connection               The server leaves the rotation. The request goes to another server, or waits.
                                 If the router lacks ports, files or memory, the server stays in the rotation.
@@ -45,6 +45,7 @@ import gc
 import hashlib
 import hmac
 import json
+import logging
 import math
 import os
 import re
@@ -63,6 +64,7 @@ import aiohttp
 import tyro
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -221,6 +223,10 @@ def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} router: {text}", file=sys.stderr, flush=True)
 
 
+def is_no_malformed_request(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 def error_response(status: int, message: str) -> web.Response:
     """Return an error response in the form that OpenAI clients expect."""
     body = {"error": {"message": message, "type": "router_error", "code": status}}
@@ -298,6 +304,8 @@ class Router:
             timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT),
             auto_decompress=False,
         )
+        # The traceback of a malformed request quotes the line, which may contain a key.
+        logging.getLogger("aiohttp.server").addFilter(is_no_malformed_request)
         server = web.Server(  # faster than web.Application, which has a URL dispatcher
             self.handle,
             request_factory=partial(web.BaseRequest, loop=loop, client_max_size=config.max_body_mib << 20),
@@ -473,6 +481,8 @@ class Router:
         known = [hmac.compare_digest(given, b"Bearer " + one.encode()) for one in key.split(",")]
         if key and not any(known):
             return error_response(401, "missing or wrong API key; send 'Authorization: Bearer KEY'")
+        if path == "/workers" and request.method != "GET" and "Origin" in request.headers:
+            return error_response(403, "a web page must not change the servers")  # Only browsers send Origin.
         if path == "/metrics":
             return web.Response(text=self.metrics())
         is_forwarded = (path + "/").startswith(self.forwarded) and ".." not in unquote(path)

@@ -1381,6 +1381,29 @@ async def test_api_key():
         assert up.seen[0].headers["Authorization"] == "Bearer s3cret"  # the server may require it as well
 
 
+@in_a_loop
+async def test_a_malformed_request_is_answered_and_does_not_show_its_key(caplog):
+    """A key file with Windows line ends adds a carriage return to the header."""
+    async with Upstream() as up, Running(up, api_key="s3cret") as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer s3cret\r\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.0 400")
+        writer.close()
+        assert (await it.ask("GET", "/health"))[0] == 200
+    assert "s3cret" not in caplog.text
+
+
+@in_a_loop
+async def test_no_web_page_adds_or_removes_a_server():
+    """A page of any site may send a POST request without asking the router first."""
+    async with Upstream() as up, Upstream() as other, Running(up) as it:
+        page = {"Origin": "https://other.example", "Content-Type": "text/plain"}
+        for method, path in ("POST", "/workers"), ("DELETE", f"/workers?url={up.url}"):
+            status, body, _ = await it.ask(method, path, data=json.dumps({"url": other.url}), headers=page)
+            assert status == 403 and b"web page" in body
+        assert set(it.router.workers) == {up.url}
+
+
 @pytest.mark.parametrize("keys", [dict(api_key="old,s3cret\u00e9"), dict(server_key="s3cret,new")])
 def test_keys_that_cannot_be_sent_are_rejected_without_being_shown(keys):
     with pytest.raises(ValueError, match="ASCII|one key") as error:
