@@ -141,6 +141,13 @@ def test_an_advantage_that_a_policy_cannot_compute_with_is_no_verdict():
     assert advantages(group, advantage="dr_grpo") == [None, None]
 
 
+def test_a_score_that_is_too_large_to_compute_with_is_no_verdict():
+    """Its sample would have the advantage 0, and count in the token mean."""
+    group = group_of(RIGHT, RIGHT | {"score": 1e301}, WRONG)
+    assert advantages(group) == [pytest.approx(HALF), None, pytest.approx(-HALF)]
+    assert group[1].result["status"] == "no_verdict" and group[1].result["reward_score"] is None
+
+
 TERMS = terms(acc=1, score=-1)
 
 
