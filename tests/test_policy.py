@@ -485,6 +485,10 @@ def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_upda
 def test_a_stale_rollout_is_noticed(model):
     stale = warm_start.new_model(model.config.vocab_size, seed=1)
     assert updated(stale, a_step(model))[1]["rollout/logprob_diff"] > 0.01
+    samples = a_step(model)
+    samples[0].rollout_logprobs[0] = math.nan
+    with pytest.raises(RuntimeError, match="logprob_diff nan exceeds --max-logprob-diff 0.01"):
+        policy_of(model).update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
 
 
 def test_samples_without_verdict_and_groups_without_spread_change_nothing(model):
@@ -568,19 +572,30 @@ def test_the_end_token_counts_even_if_it_is_the_padding_token(model):
     )
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(model):
+@pytest.mark.parametrize(
+    "advantage, message",
+    [
+        (math.inf, r"loss \(-?(inf|nan)\).*not finite"),
+        (1e30, r"loss \(-?\d\S+\) or the gradient norm \(inf\) is not finite"),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_the_run(model, advantage, message):
     samples = a_step(model)
     for sample in samples:
-        sample.advantage = math.inf if sample.advantage else 0.0
-    with pytest.raises(RuntimeError, match=r"loss \(-?(inf|nan)\).*not finite"):
+        sample.advantage = advantage if sample.advantage else 0.0
+    with pytest.raises(RuntimeError, match=message):
         updated(model, samples)
 
 
-def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step(model):
+@pytest.mark.parametrize("has_signal", [True, False])
+def test_a_sampler_with_other_weights_is_noticed_before_the_first_optimizer_step(has_signal, model):
     policy, samples = (
         policy_of(warm_start.new_model(model.config.vocab_size, seed=1), mini_batch_size=1),
         a_step(model),
     )
+    if not has_signal:
+        for sample in samples:
+            sample.advantage = 0.0
     before = weights_of(policy)
     with pytest.raises(
         RuntimeError, match="logprob_diff .* exceeds --max-logprob-diff 0.01: the sampler does not use"
