@@ -54,6 +54,24 @@ def test_rows_of_several_training_files_follow_each_other(tmp_path, model, token
         prepared(tmp_path, model, tokenizer, train_file=(files[0], "nowhere.parquet"))
 
 
+def test_rows_with_longer_prompts_than_allowed_are_dropped(tmp_path, model, tokenizer, capsys):
+    file = tmp_path / "rows.jsonl"
+    for number in (1, 2, 3, 9):
+        row = {"prompt": [{"role": "user", "content": "7" * number}], "extra_info": {"index": number}}
+        row |= {"data_source": "toy", "reward_model": {"ground_truth": "7"}}
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+    run = prepared(tmp_path, model, tokenizer, train_file=str(file))
+    run.lock.close()
+    limit = len(run.train_rows[1]["prompt_ids"])
+    run = prepared(tmp_path, model, tokenizer, train_file=str(file), max_prompt_length=limit)
+    run.lock.close()
+    assert [row["extra_info"]["index"] for row in run.train_rows] == [1, 2]
+    assert f"dropped 2 of 4 rows because their prompts exceed --max-prompt-length {limit}" in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.mark.slow
 def test_a_row_that_the_reward_function_cannot_score_is_named_before_the_run(tmp_path, model, tokenizer):
     """A function checks rows with its attribute `check_row`. Only a judge needs the text of the problem."""
@@ -442,6 +460,10 @@ def test_a_run_that_resumes_with_another_reward_function_says_so(tmp_path, model
         line = f"resuming with a different judge or reward function (not the same: {told}); rewards before "
         output = capsys.readouterr().out
         assert (line in output) == ("different judge or reward function" in output) == bool(told)
+    run.step = 0  # A run that has not trained yet has no rewards to compare.
+    run_folder.note_start(config, run.step, {"reward_fn": "other.py:rule"})
+    run.compare_scoring()
+    assert not capsys.readouterr().out
     run.lock.close()
 
 
@@ -792,6 +814,17 @@ def test_a_checkpoint_names_all_tokens_at_which_the_run_stops(tmp_path, model, t
     assert run.eos_ids == {other, tokenizer.eos_token_id}
     saved = run_folder.save_checkpoint(run.policy, run.tokenizer, {"step": 1, "prompts_drawn": 4}, run.config)
     assert GenerationConfig.from_pretrained(saved).eos_token_id == sorted(run.eos_ids)
+
+
+def test_a_run_whose_responses_could_not_end_is_refused(tmp_path, model, tokenizer):
+    base, without = copy.deepcopy(model), copy.deepcopy(tokenizer)
+    base.generation_config.eos_token_id = base.config.eos_token_id = without.eos_token = None
+    run = prepared(tmp_path, base, without)
+    with (
+        contextlib.closing(run.lock),
+        pytest.raises(ValueError, match="^--model .*/model: neither the model"),
+    ):
+        load(run)
 
 
 @pytest.mark.parametrize(
