@@ -939,9 +939,10 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
     monkeypatch.setattr(
         grpo_trainer, "train", lambda config: seen.append(transformers.utils.hub.is_offline_mode())
     )
-    tokenizer = ["--reward-model-tokenizer", "owner/name"]
+    tokenizer, judge = ["--reward-model-tokenizer", "owner/name"], ["--genrm", str(tmp_path), "b=owner/name"]
     here = str(tmp_path)
     cases = ((here, [], False), ("owner/name", [], False), (here, tokenizer, False), (here, [], True))
+    cases += ((here, judge, False),)
     for model, more, online in cases:
         monkeypatch.setattr(
             sys, "argv", ["grpo_trainer.py", "--model", model, "--train-file", "t", "--out-dir", "o", *more]
@@ -951,7 +952,7 @@ def test_without_a_hub_name_nothing_asks_a_hub_also_where_the_library_is_loaded_
         grpo_trainer.main(grpo_trainer.parse_command_line(grpo_trainer.Config))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert seen == [True, False, False, False]
+    assert seen == [True, False, False, False, False]
 
 
 # ---- runs that are interrupted
