@@ -313,9 +313,14 @@ def test_without_room_a_trajectory_ends_even_if_its_function_catches_every_excep
             except Exception:
                 continue
 
-    samples = rolled_out(never_ends, model, tokenizer, eos_ids=(), length=20)
-    assert all(sample.truncated and not sample.failure for sample in samples)
-    assert {len(sample.response_ids) for sample in samples} == {20}
+    async def in_a_task(trajectory):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(never_ends(trajectory))
+
+    for function in (never_ends, in_a_task):
+        samples = rolled_out(function, model, tokenizer, eos_ids=(), length=20)
+        assert all(sample.truncated and not sample.failure for sample in samples)
+        assert {len(sample.response_ids) for sample in samples} == {20}
 
 
 def test_a_response_of_full_length_that_has_ended_is_not_truncated(model, tokenizer):
