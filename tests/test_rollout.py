@@ -158,12 +158,18 @@ ASKED = {  # whether the servers have the token endpoint -> what they get
 
 
 @pytest.mark.parametrize("tokens", ASKED, ids=("completions", "tokens"))
-@pytest.mark.parametrize("script, tries", [(["cut", "500", "fine"], 3), (["400"], 1), (["short"], 1)])
+@pytest.mark.parametrize(
+    "script, tries", [(["cut", "500", "422", "fine"], 4), (["400"], 1), (["short"], 1), (["hang"], 1)]
+)
 def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(
     script, tries, tokens, monkeypatch
 ):
-    """Use a scripted HTTP server: half a response, an error, a response, and one that ends too soon."""
+    """Use a scripted HTTP server: half a response, errors, a response, and one that ends too soon.
+
+    The router rejects a request with 422 if servers died of it, but another request may be the cause.
+    """
     asked, left, keys = [], list(script), set()
+    stop, released = threading.Event(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -171,6 +177,9 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             keys.add(self.headers["Authorization"])
             asked.append((self.path, body))
             act = left.pop(0)
+            if act == "hang":
+                stop.set()  # as an interrupted run does
+                return released.wait(10)
             self.send_response(int(act) if act.isdigit() else 200)
             logprobs = {"token_logprobs": [-0.5, -0.25]}
             if tokens:
@@ -197,11 +206,12 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     )
     (sample,), settings = (
         samples_of([[5, 6]], 1),
-        dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1),
+        dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1, stop=stop),
     )
     try:
         if tries == 1:
             failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
+            failure["hang"] = "interrupted during rollouts"
             with pytest.raises(RuntimeError, match=failure[script[0]]):
                 rollout.rollout_vllm(servers, [sample], **settings)
         else:
@@ -209,6 +219,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
         assert asked == [ASKED[tokens]] * tries and keys == {"Bearer new"}
     finally:
+        released.set()
         http.shutdown()
         http.server_close()
 
