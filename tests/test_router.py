@@ -685,6 +685,26 @@ async def test_harmless_requests_beside_one_that_kills_engines_all_have_their_an
         assert it.router.waiting == 0
 
 
+@pytest.mark.parametrize("seconds, alone_seconds, deaths", [(0.0, 0.5, 2), (0.1, 0.05, 3)])
+@in_a_loop
+async def test_two_deaths_soon_after_a_request_or_three_deaths_convict_it(
+    seconds, alone_seconds, deaths, monkeypatch
+):
+    monkeypatch.setattr(router, "ALONE_SECONDS", alone_seconds)
+
+    async def die(request, upstream):
+        await asyncio.sleep(seconds)
+        upstream.health = 503
+        return await reset(request, upstream)
+
+    async with contextlib.AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(Upstream(die)) for _ in range(4)]
+        it = await stack.enter_async_context(Running(*ups, queue_timeout=20))
+        status, text, _ = await it.ask("POST", "/", data=b"poison")
+        assert status == 422 and b"the request killed %d servers" % deaths in text
+        assert sum(len(up.seen) for up in ups) == deaths
+
+
 @in_a_loop
 async def test_a_suspect_without_a_server_keeps_no_other_request_waiting(monkeypatch):
     monkeypatch.setattr(router, "ALONE_SECONDS", 0.1)
@@ -845,6 +865,7 @@ async def test_an_engine_that_hangs_is_found_by_the_time_limit_of_the_router_and
         assert (await it.ask("POST", "/v1/x"))[0] in (503, 504)
         await it.router.poll_all()
         assert it.worker(hung).healthy and not it.worker(good).healthy
+        assert not it.worker(hung).hangs  # Otherwise its service would restart it.
 
 
 @pytest.mark.parametrize("reason", ["no_other", "other_path", "answers", "slow", "stream"])
@@ -1315,7 +1336,9 @@ async def test_servers_with_another_model_join_once_the_others_are_removed():
     async with Upstream(models={"a": "a"}) as one, Upstream(models={"b": "b"}) as two, Running(one) as it:
         assert (await it.ask("POST", "/workers", json={"url": two.url}))[0] == 200
         assert not it.worker(two).healthy
+        removed = it.worker(one)
         await it.ask("DELETE", f"/workers?url={one.url}")
+        await it.router.poll(removed)  # as long as it has requests
         await it.router.poll_all()
         assert it.worker(two).healthy
 
