@@ -1680,6 +1680,17 @@ def test_what_is_sampled_or_differs_is_asked_each_time(settings):
     assert answers_of(judge, *settings) == [("ok", "fine", 4)] * 8 and len(judge.requests) == 8
 
 
+def test_two_judges_are_asked_separately():
+    """Their requests may be equal in everything but the address."""
+
+    async def main():
+        async with Judge("fine").running() as one, Judge("flawed").running() as two:
+            asked = (scores.chat("hello", judge.address, temperature=0) for judge in (one, two, one, two))
+            return await asyncio.gather(*asked)
+
+    assert [text for _, text, _ in asyncio.run(main())] == ["fine", "flawed"] * 2
+
+
 @pytest.mark.parametrize("failure", [400, gateway_error(code=401), completion("so far", "abort")])
 def test_a_failure_is_not_shared(failure):
     judge = Judge(failure, "fine")
