@@ -366,6 +366,10 @@ async def test_one_bad_server_of_two_loses_nothing_and_leaves(play, policy):
             assert (await it.ask("POST", "/"))[0] == 200
         assert len(bad.seen) == before
         assert it.worker(bad).failures == before == it.worker(good).retries
+        await it.router.poll_all()  # Its /health is good, so it returns, until it fails three times.
+        for _ in range(20):
+            assert (await it.ask("POST", "/"))[0] == 200
+        assert len(bad.seen) == before + 3
 
 
 @pytest.mark.parametrize(
