@@ -250,10 +250,11 @@ def test_classifiers_train_policies_and_so_do_two_models_at_once(copy, tmp_path,
 
 
 def test_functions_of_verls_batch_manager_see_groups(monkeypatch):
-    """Wrap a function with plural argument names as in the four lines of docs/from_verl.md."""
+    """Wrap a function with plural argument names as in docs/from_verl.md. verl passes them by keyword."""
     (block,) = blocks(ROOT / "docs/from_verl.md", "python")
 
-    def plural(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    def plural(solution_strs, ground_truths, extra_infos, data_sources, bonus=0.0):
+        assert data_sources == ["x", "x"]
         assert len({id(info) for info in extra_infos}) == len(data_sources) == 2
         assert extra_infos[1] == {"index": 7}
         return [float(text == truth) + bonus for text, truth in zip(solution_strs, ground_truths)]
