@@ -248,7 +248,7 @@ def scoring_row(sample: Sample, step: int) -> dict:
         "response": sample.text,
         "response_length": len(sample.response_ids),
         "turns": sample.turns or [{"who": "policy", "text": sample.text}],
-        "extra_info": (sample.row["extra_info"] or {}) | sample.info,
+        "rollout_info": sample.info,
         "step": step,
     }
 

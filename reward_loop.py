@@ -807,14 +807,14 @@ def arguments_of(job: Job, samples: list[dict]) -> dict:
     A sample is a row plus `response`. Raises KeyError if a column is missing.
     """
     row = samples[0]
-    info = dict(row.get("extra_info") or {})
-    if "step" in row:
-        info["step"] = row["step"]
     num_turns = row.get("num_turns", 2)
     if isinstance(row.get("turns"), list):
         num_turns = 1 + len(row["turns"])  # verl counts the prompt as a turn.
-    info.setdefault("num_turns", num_turns)  # verl sets both keys for every sample.
-    info.setdefault("rollout_reward_scores", {})
+    info = dict(row.get("extra_info") or {})
+    info |= {"num_turns": num_turns, "rollout_reward_scores": {}}  # verl overwrites both keys.
+    info |= row.get("rollout_info", {})
+    if "step" in row:
+        info["step"] = row["step"]
     arguments = {
         "data_source": row["data_source"],
         "ground_truth": row["reward_model"]["ground_truth"],

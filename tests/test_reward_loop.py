@@ -1120,7 +1120,12 @@ def test_what_verl_always_sets_is_there(tmp_path):
     )
     turns = [{"who": "policy", "text": "one"}] * 4
     samples = [sample("one"), sample("one", num_turns=6), sample("one", turns=turns)]
-    assert [result["reward_score"] for result in score_here(samples, f"{file}:rule")] == [2.0, 6.0, 5.0]
+    # As in verl, they replace the row's own values, which are None in Parquet if only other rows have them.
+    stored = {"num_turns": None, "rollout_reward_scores": [1.0]}
+    samples += [one | {"extra_info": stored} for one in samples]
+    samples.append(samples[-1] | {"rollout_info": {"num_turns": 9}})  # what a rollout function stored
+    scores = [result["reward_score"] for result in score_here(samples, f"{file}:rule")]
+    assert scores == [2.0, 6.0, 5.0] * 2 + [9.0]
 
 
 def test_a_loopback_address_is_rejected_if_workers_are_on_other_machines(start, local_ray, monkeypatch):
