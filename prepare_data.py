@@ -193,6 +193,9 @@ def checked_row(row: dict, is_table: bool) -> dict:
         raise ValueError(
             f"prompt is {prompt!r:.60}; it must be a non-empty list of {{role, content}} messages"
         )
+    for column in ("images", "videos", "audios"):  # Otherwise, the policy would read "<image>" as text.
+        if row.get(column):
+            raise ValueError(f"the column {column} is not empty; only prompts of text are supported")
     tools = row.get("tools")
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):

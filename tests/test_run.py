@@ -207,6 +207,12 @@ def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokeni
         (dict(data_source=3), "data_source is 3; it must be a string"),
         (dict(data_source=["a"]), "data_source is ['a']; it must be a string"),
         (dict(extra_info="{}"), "extra_info is '{}'; it must be an object"),
+        (
+            dict(images=[{"path": "a.png"}]),
+            "the column images is not empty; only prompts of text are supported",
+        ),
+        (dict(videos=["a.mp4"]), "the column videos is not empty"),
+        (dict(audios=["a.wav"]), "the column audios is not empty"),
     ],
 )
 def test_other_columns_of_the_wrong_kind_are_refused_by_row(tmp_path, tokenizer, columns, message):
@@ -216,7 +222,7 @@ def test_other_columns_of_the_wrong_kind_are_refused_by_row(tmp_path, tokenizer,
 
 def test_parts_are_joined_and_keys_that_a_table_added_are_dropped(tmp_path, tokenizer):
     """Parquet gives each message the keys of all messages, but some templates check whether a key exists."""
-    plain = rows_of(tmp_path, tokenizer, BY_ROLE)
+    plain = rows_of(tmp_path, tokenizer, BY_ROLE, images=[], videos=None)
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+3?"}]
     for content in (QUESTION, parts, f" {QUESTION}\n"):
         message = {"role": "user", "content": content, "tool_calls": None}
