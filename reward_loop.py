@@ -241,8 +241,11 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
             "--reward-kwargs or a reward model, or write an adapter (see "
             "docs/reward_functions.md)"
         ) from None
-    needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in required
-    if "reward_model_tokenizer" not in models or not needs_tokenizer:  # Loading a tokenizer takes seconds.
+    # Loading a tokenizer takes seconds. Our functions have an optional one only because verl passes it.
+    file = getattr(inspect.unwrap(function), "__globals__", {}).get("__file__")
+    wanted = required if file == f"{HERE}/compute_score.py" else takes
+    needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in wanted
+    if "reward_model_tokenizer" not in models or not needs_tokenizer:
         tokenizer = None
     elif tokenizer and Path(tokenizer).is_dir():
         tokenizer = str(Path(tokenizer).absolute())  # Workers may have another working directory.

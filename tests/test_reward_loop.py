@@ -1267,8 +1267,13 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
     assert tokenizer_of(judge, genrm=(path, "other=x/y")) == path
     assert tokenizer_of(judge, genrm=(path,), reward_model_tokenizer="given") == "given"
     assert tokenizer_of(None, genrm=(path,), reward_model_task=("classify",)) == path
-    # This function does not need a tokenizer.
-    assert tokenizer_of(f"{ROOT}/compute_score.py:compute_score_fapo", genrm=(path,)) is None
+    # As in verl, a function that names the parameter gets the tokenizer, even if it has a default.
+    body = "async def ask(solution_str, reward_model_tokenizer=None, **_): return 1.0\n"
+    assert tokenizer_of(write_function(tmp_path, body), genrm=(path,)) == path
+    # These functions do not need a tokenizer.
+    own = ("compute_score.py:compute_score_fapo", "toy/toy_world.py:compute_score_fapo")
+    for function in (f"{ROOT}/{own[0]}", f"{ROOT}/{own[1]}", f"{GROUPS}:passes_settings_on"):
+        assert tokenizer_of(function, genrm=(path,)) is None
     assert tokenizer_of(judge, router_address=("h:1",)) is None
 
 
