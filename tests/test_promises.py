@@ -54,8 +54,11 @@ KEPT_BY = {
         "test_reward_loop.test_a_grading_process_that_dies_between_two_samples_costs_none",
         "test_reward_loop.test_a_node_goes_away",
     ),
-    "Functions written for verl's Reward Loop run unchanged.": (
+    "Functions written for verl's Reward Loop run unchanged, if they name the parameter "
+    "`reward_model_tokenizer` or do not use it, and if the name of the model in their requests is the served "
+    "one.": (
         "test_reward_loop.test_functions_in_verls_style_run_unchanged",
+        "test_reward_loop.test_the_tokenizer_is_the_judges_own_where_the_function_needs_one",
         "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
     ),
     "A run can be stopped at any time and resumes from its newest checkpoint. On a CPU with "
