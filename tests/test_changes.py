@@ -8,6 +8,7 @@ import asyncio
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import compute_score
 import forked
 import grpo_trainer
 import reward_loop
+from command_line import parse_command_line
 from played import lines_of, rows, says, server, stand_in_for_vllm, toy_config
 from reward_loop import RewardOptions
 from run import Run
@@ -288,6 +290,17 @@ def test_the_defaults_that_the_page_gives_are_those_of_today():
                 assert float(number[1]) == defaults[flag[1]], line
                 found += 1
     assert found >= 15
+
+
+def test_the_trainer_accepts_the_replacement_for_gdpo(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/from_verl.md").read_text()
+    (flags,) = re.findall(r"manager `gdpo` \| `(.*?)` \|", page)
+    body = "def f(data_source, solution_str, ground_truth, extra_info):\n"
+    (tmp_path / "rewards.py").write_text(body + "    return {'score': 1.0, 'acc': 1.0, 'format': 0.0}\n")
+    arguments = ["--model", "toy/models/policy", "--train-file", rows(tmp_path / "train.jsonl", 8)]
+    arguments += ["--out-dir", str(tmp_path / "run"), "--reward-fn", f"{tmp_path}/rewards.py:f"]
+    parse_command_line(grpo_trainer.Config, [*arguments, *shlex.split(flags)]).check()
 
 
 def test_a_run_says_that_validation_rows_are_copies(tmp_path, capsys):
