@@ -8,9 +8,10 @@
     compute_score_discriminative  score of a discriminative reward model, with the outcome reward's accuracy
 
 Pass a function to grpo_trainer.py (--reward-fn compute_score.py:compute_score_fapo), or to verl as its custom
-reward function. Settings are keyword-only, so a misspelt setting raises an error. A failure is a status, not
-a number: if the judge is down or its critique is unusable, the sample gets `score: None` ("no verdict"), not
-+1 or 0. Standalone: imports nothing from this repository. Requires Python 3.11 or later.
+reward function (except compute_score_discriminative, which needs `prompt`). Settings are keyword-only, so a
+misspelt setting raises an error. A failure is a status, not a number: if the judge is down or its critique is
+unusable, the sample gets `score: None` ("no verdict"), not +1 or 0. Standalone: imports nothing from this
+repository. Requires Python 3.11 or later.
 Not covered: code execution, process rewards per token, judges that are not OpenAI-compatible servers.
 """
 
