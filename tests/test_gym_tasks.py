@@ -148,6 +148,39 @@ def test_tasks_that_evaluate_the_answer_are_rejected():
         scored(row, "\\boxed{__import__('os').abort()}")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("game_of_life_halting", "its verifier accepts every answer"),
+        ("rubiks_cube", "its verifier hangs on short answers such as D9999999"),
+    ],
+)
+def test_tasks_whose_verifier_accepts_everything_or_hangs_are_rejected(name, why):
+    with pytest.raises(ValueError, match=f"{name} is not supported: {why}"):
+        tasks.make_rows(name, {"seed": 1, "size": 20})
+
+
+def test_the_page_says_how_many_tasks_are_supported():
+    from reasoning_gym.factory import DATASETS
+
+    page = (ROOT / "docs/data.md").read_text()
+    count = len(set(DATASETS) - set(tasks.REJECTED))
+    assert f"{count} of these types are supported" in page and f"one of {count} generated tasks" in page
+
+
+@pytest.mark.slow
+def test_no_supported_verifier_accepts_every_answer():
+    from reasoning_gym.factory import DATASETS
+
+    found = []
+    for name in sorted(set(DATASETS) - set(tasks.REJECTED)):
+        about = {"task": name, "settings": '{"seed": 1, "size": 20}', "index": 0}
+        about["question"] = tasks.load_task(name, about["settings"])[0]["question"]
+        if tasks.compute_score(name, "\\boxed{?}", "", about)["acc"]:
+            found.append(name)
+    assert not found
+
+
 @pytest.mark.slow
 def test_what_is_offered_is_the_same_in_every_process():
     """Sets and hashes of strings differ between processes, but a worker has to generate the same problem as
