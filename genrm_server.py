@@ -98,7 +98,7 @@ class Config:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be between 0 and 65535")
         for flag in ("--host", "--port", "--policy", "--queue-timeout", "--api-key", "--server-key"):
-            if flag in re.split(r"[\s=]", self.router_args):
+            if flag in re.split(r"[\s=]", self.router_args.replace("_", "-")):  # tyro accepts both spellings
                 raise ValueError(f"--router-args {flag}: pass {flag} to genrm_server.py itself")
         if self.device == "cpu":
             refuse_gpu_build("--rollout hf or " if self.flag_prefix == "rollout-" else "")

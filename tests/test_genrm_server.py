@@ -381,8 +381,9 @@ def test_the_router_gets_the_arguments_that_its_errors_name(stand_in):
         assert status == 404 and "--forward of router.py (genrm_server.py: in --router-args" in text
     with running(settings(stand_in, router_args="--forward /v1 /other")) as servers:
         assert ask(f"http://{servers.router_address}", "/other")["calls"]
-    with pytest.raises(ValueError, match="--router-args --port: pass --port to genrm_server.py itself"):
-        settings(stand_in, router_args="--port=1").check()
+    for args, flag in (("--port=1", "--port"), ("--max_attempts 1 --server_key hush", "--server-key")):
+        with pytest.raises(ValueError, match=f"--router-args {flag}: pass {flag} to genrm_server.py itself"):
+            settings(stand_in, router_args=args).check()
 
 
 @pytest.mark.slow
