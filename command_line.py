@@ -45,8 +45,12 @@ GROUPS = {
 }
 IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
 HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
-# The ends of names whose values are secrets, such as API_KEY, apiKey, --judge-token and Authorization.
-SECRET = re.compile(r"(key|token|secret|password|passwd|credential|authorization)s?[-_]?\d*$", re.IGNORECASE)
+# The ends of names whose values are secrets, such as API_KEY, apiKey, api_key_a, --judge-token and X-Auth.
+SECRET = re.compile(
+    r"(key|token|secret|password|passwd|passphrase|pwd|credential|authorization|auth|bearer)s?([-_][a-z]+)?"
+    r"[-_]?\d*$",
+    re.IGNORECASE,
+)
 
 
 # ---- parsing
@@ -223,7 +227,8 @@ def without_secrets(value):
         return json.dumps(shown)
     except ValueError:
         pass  # The text is not JSON.
-    text = re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{HIDDEN}@", value)  # the password of a URL
+    # Hide the password of a URL, which may contain / and @ (but 8000/ is a port), or a token without a user.
+    text = re.sub(r'(://[^/\s:@]*:)(?!\d*[/?])[^\s"]*@|(://)[^/\s:@"]+@', rf"\1\2{HIDDEN}@", value)
     named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
     if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
         name, rest = named.groups()
@@ -261,11 +266,14 @@ def hidden_if_secret(name: str, value):
 
 
 def is_secret(name: str, value) -> bool:
-    """Return whether a value with this name is secret. A number of tokens is not, nor is an empty value."""
+    """Return whether a value with this name is secret.
+
+    A number of tokens is not, nor are values such as stop_token_ids and empty values.
+    """
     found = SECRET.search(name)
     if not found or value in (None, "") or isinstance(value, bool):
         return False
-    return found[1].lower() != "token" or not str(value).isdecimal()
+    return found[1].lower() != "token" or not (found[2] or str(value).isdecimal())
 
 
 # ---- the end of a script

@@ -622,6 +622,34 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
         ("Authorization: Bearer hush", "Authorization:(hidden)"),
         ("http://me:hush@host:8000/v1?api_key=hush", "http://me:(hidden)@host:8000/v1?api_key=(hidden)"),
         ("the judge doesn't need a key", "the judge doesn't need a key"),
+        (
+            ["postgres://me:hu@sh@host/db", "postgres://me:hu/sh@host/db", "https://hush@host/v1"],
+            ["postgres://me:(hidden)@host/db", "postgres://me:(hidden)@host/db", "https://(hidden)@host/v1"],
+        ),
+        (
+            "http://host:80/v1@2 https://host/a/b@v2 a@b.org",
+            "http://host:80/v1@2 https://host/a/b@v2 a@b.org",
+        ),
+        (
+            dict.fromkeys(("api_key_a", "key-judge", "pwd", "X-Auth", "bearer", "passphrase"), "hush"),
+            dict.fromkeys(("api_key_a", "key-judge", "pwd", "X-Auth", "bearer", "passphrase"), "(hidden)"),
+        ),
+        (
+            {
+                "stop_token_ids": [1, 2],
+                "num_key_value_heads": 8,
+                "keep_first": "a",
+                "author": "a",
+                "auth": True,
+            },
+            {
+                "stop_token_ids": [1, 2],
+                "num_key_value_heads": 8,
+                "keep_first": "a",
+                "author": "a",
+                "auth": True,
+            },
+        ),
     ],
 )
 def test_secrets_are_hidden_wherever_they_are(value, expected):
