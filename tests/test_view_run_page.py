@@ -216,6 +216,7 @@ def in_node(page, expression, scripts=("base.js",)):
         pytest.skip("no node on this machine")
     data = json.dumps(json.dumps(data_of(page)))
     program = f"const document = {{getElementById: () => ({{textContent: {data}}})}};"
+    program += "const addEventListener = () => {};"
     program += "".join((PAGE / name).read_text() for name in scripts)
     program += f"; console.log(JSON.stringify({expression}))"
     done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True)
@@ -232,6 +233,14 @@ def test_a_source_whose_name_begins_with_that_of_another_source_keeps_its_metric
     keys = [f"val/{source}/mean@1" for source in sources]
     found = in_node(page, f"{keys}.map(key => [sourceOf(key), inTraining(key)])", ("base.js", "curves.js"))
     assert found == [[source, "reward/acc"] for source in sources]
+
+
+def test_a_link_with_an_unknown_order_or_axis_shows_the_samples_by_step(tmp_path):
+    page = view_run.write_page([write_run(tmp_path / "run", [line(step=2), line(step=1)], steps_of([0.5]))])
+    steps = "allSamples(RUNS[0], 'train').map(one => one.group.step)"
+    for name in ("nothing", "constructor", "toString"):
+        shown = f"(state.sort = state.axis = '{name}', [axisName(), xOf(RUNS[0], 2), {steps}])"
+        assert in_node(page, shown, ("base.js", "curves.js", "samples.js")) == ["step", 2, [1, 2]]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ function inTraining(name) {  // the name of a held-out metric in training, or th
 const belongs = (name, key) => name === key || inTraining(name) === key;
 
 // ---- The horizontal axis: steps, or the total time or tokens up to a step
-const TOTALS = {time: "time/step", tokens: "perf/tokens"};
+const TOTALS = {__proto__: null, time: "time/step", tokens: "perf/tokens"};
 for (const run of RUNS) {
   run.totals = {};
   for (const [axis, key] of Object.entries(TOTALS)) {
@@ -48,7 +48,7 @@ function totalAt(points, step) {  // the latest total up to this step, by binary
 const LONGEST = Math.max(0, ...RUNS.map(run => run.totals.time.at(-1)?.[1] ?? 0));
 const TIME_UNITS = [[3600, "hours", 7200], [60, "minutes", 180], [1, "seconds", -1]];
 const [TIME_UNIT, TIME_NAME] = TIME_UNITS.find(([, , least]) => LONGEST > least);
-const axisName = () => ({time: TIME_NAME, tokens: "response tokens"}[state.axis] ?? "step");
+const axisName = () => ({__proto__: null, time: TIME_NAME, tokens: "response tokens"}[state.axis] ?? "step");
 function xOf(run, step) {
   if (!(state.axis in TOTALS)) return step;
   return totalAt(run.totals[state.axis], step) / (state.axis === "time" ? TIME_UNIT : 1);

@@ -1,5 +1,5 @@
 // ---- The list of all samples
-const SORTS = {"": ["first step first", ({group}) => group.step],
+const SORTS = {__proto__: null, "": ["first step first", ({group}) => group.step],
   newest: ["last step first", ({group}) => -group.step],
   low: ["lowest reward first", ({sample}) => sample.reward ?? Infinity],
   high: ["highest reward first", ({sample}) => -(sample.reward ?? -Infinity)],
