@@ -912,7 +912,7 @@ def connect_ray() -> bool:
 
 def ray_failure(address: str, error: str) -> str:
     """Return why Ray could not be used at this address and what to do, in one line."""
-    error = " ".join(error.split())
+    error = " ".join(error.replace(r"\n", " ").split())
     if "AF_UNIX path length" in error:  # Batch systems set TMPDIR to a long path.
         problem = "its folder for temporary files has a path that is too long for sockets"
         remedy = "set RAY_TMPDIR to a short path, such as /tmp (by default, Ray uses TMPDIR)"

@@ -369,11 +369,16 @@ def error_line(error: BaseException, file: str = "") -> str:
     """Describe an error in one line: type, message, and the last line of `file` in its traceback."""
     # TracebackException provides a message even if str(error) fails.
     details = traceback.TracebackException.from_exception(error, lookup_lines=False)
-    line = f"{type(error).__name__}: {details}"[:500]
+    line = printable(f"{type(error).__name__}: {details}"[:500])
     frames = [frame for frame in details.stack if frame.filename == file] or details.stack
     if frames:
         line += f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     return line
+
+
+def printable(text: str) -> str:
+    """Escape line breaks and control characters, with which a response could write to the terminal."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def is_retryable(error: BaseException) -> bool:

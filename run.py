@@ -526,7 +526,7 @@ class Run:
             cause = error
             if isinstance(error, CheckpointException):  # Its text begins with a traceback.
                 cause, _ = next(iter(error.failures.values()))
-            why = reward_worker.error_line(cause).splitlines()[-1]
+            why = reward_worker.error_line(cause).rpartition(r"\n")[2]
             if re.search("(?i)out of memory|can('t|not) allocate memory", why):
                 remedy = "stop other programs that use the memory, or estimate what the run needs with "
                 remedy += "python -m tools.plan_run"

@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 
 from command_line import without_secrets
+from reward_worker import printable
 
 MISMATCH = "rollout/logprob_diff"
 # The terminal shows these metrics of each step: the label, the format, and the value that must be exceeded.
@@ -485,7 +486,8 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
     label = "held-out acc: "
     for key in accuracies(line):
         if key in line:
-            cells.append(f"{label}{key.removeprefix('val/').removesuffix('/mean@1')} {line[key]:.3f}")
+            name = printable(key.removeprefix("val/").removesuffix("/mean@1"))
+            cells.append(f"{label}{name} {line[key]:.3f}")
             label = ""
     if not cells:
         return

@@ -335,6 +335,7 @@ OUTCOMES = {  # response -> (score, status, part of the extra info or of the err
     "no_score": (None, "error", "'missing'"),
     "score_string": (None, "error", "'1'"),
     "raise": (None, "error", "KeyError: 'no such thing' (faults.py:"),
+    "terminal": (None, "error", r"ValueError: cannot read \x1b[2J\nstep 9/10 reward 1.000 (faults.py:"),
     "unprintable": (None, "error", "Unprintable: <exception str() failed> (faults.py:"),
     "sys_exit": (None, "error", "SystemExit: 3"),
     "library": (None, "error", "char 1) (faults.py:"),

@@ -298,6 +298,13 @@ def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(c
     )
 
 
+def test_the_name_of_a_data_source_is_neither_a_formula_nor_a_command_to_the_terminal(tmp_path, capsys):
+    source = "\x1b[2J$\\foo$\n"
+    line = {"step": 0, f"val/{source}/mean@1": 0.5, f"val/{source}/no_verdict/mean@1": 0.0}
+    run_folder.print_line(line, 10)
+    assert capsys.readouterr().out == r"step  0/10  held-out acc: \x1b[2J$\foo$\n 0.500" + "\n"
+
+
 def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time_left(tmp_path, capsys):
     log = run_folder.Log(config_of(out_dir=str(tmp_path), total_steps=200, **terms(style=0.1)), 0)
     log.metrics({"step": 100, "reward/mean": 0.5, "time/step": 90.0, "reward/no_verdict": 0.0})

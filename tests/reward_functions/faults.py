@@ -47,6 +47,8 @@ def act(response, ground_truth=None, extra_info=None):
     """Do what sync and async functions have in common."""
     if response == "raise":
         raise KeyError("no such thing")
+    if response == "terminal":
+        raise ValueError("cannot read \x1b[2J\nstep 9/10 reward 1.000")
     if response == "unprintable":
         raise Unprintable
     if response == "sys_exit":
