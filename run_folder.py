@@ -526,7 +526,8 @@ def draw_curves(history: list[dict], path: Path) -> None:
         for key in keys:
             points = [(line["step"], line[key]) for line in history if key in line]
             if points:
-                axis.plot(*zip(*points), ".-", label=key)
+                label = key.replace("$", r"\$")  # Names of data sources are not formulas.
+                axis.plot(*zip(*points), ".-", label=label)
         axis.set(title=title, xlabel="step")
         axis.grid()
         if axis.lines:

@@ -303,6 +303,8 @@ def test_the_name_of_a_data_source_is_neither_a_formula_nor_a_command_to_the_ter
     line = {"step": 0, f"val/{source}/mean@1": 0.5, f"val/{source}/no_verdict/mean@1": 0.0}
     run_folder.print_line(line, 10)
     assert capsys.readouterr().out == r"step  0/10  held-out acc: \x1b[2J$\foo$\n 0.500" + "\n"
+    run_folder.draw_curves([line], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").is_file()
 
 
 def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time_left(tmp_path, capsys):
