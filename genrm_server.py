@@ -381,6 +381,11 @@ class ModelServers:
             try:
                 while not self.stopping.wait(WATCH_EVERY):
                     status, text = request("GET", slot.url + "/health", timeout=HEALTH_TIMEOUT)
+                    if not self.call_server(slot, "alive"):
+                        return "died"
+                    # Another user may have taken the port while the server was loading.
+                    if status and not slot.ready and not self.call_server(slot, "listens"):
+                        status = 0
                     silent = time.monotonic() - answered
                     if slot is self.router and status:
                         self.find_hanging(text)
@@ -391,8 +396,6 @@ class ModelServers:
                         self.join(slot, answered - started)
                         if not slot.ready and answered - started > self.config.startup_timeout:
                             return f"did not join the router within {self.config.startup_timeout:g} s"
-                    elif not self.call_server(slot, "alive"):
-                        return "died"
                     elif not slot.ready and silent > self.config.startup_timeout:
                         remedy = "" if self.config.flag_prefix else "; raise --startup-timeout"
                         return f"was not ready after {silent:.1f} s{remedy}"
@@ -639,6 +642,13 @@ class Process:
     def alive(self) -> bool:
         child = self.child
         return child is not None and child.poll() is None
+
+    def listens(self) -> bool:
+        """Return whether a socket of this user listens on the child's port."""
+        tables = "".join(table.read_text() for table in Path("/proc/net").glob("tcp*"))
+        port = int(self.url.rpartition(":")[2])
+        users = re.findall(rf":{port:04X} \S+ 0A \S+ \S+ \S+ +(\d+)", tables)  # 0A: the state LISTEN
+        return str(os.getuid()) in users
 
     def stop(self) -> None:
         """Kill the process group, which includes vLLM's engine process. No state is lost."""

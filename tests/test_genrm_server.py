@@ -817,6 +817,37 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
 
 
 @pytest.mark.slow
+def test_a_foreign_program_on_the_port_of_a_dead_server_is_not_taken_for_it(stand_in, monkeypatch):
+    with running(settings(stand_in)) as servers:
+        monkeypatch.setattr(genrm_server, "WATCH_EVERY", 2.0)  # the other program gets the port first
+        time.sleep(0.2)
+        pid, port = told(servers)["pids"][0], int(servers.slots[0].url.rpartition(":")[2])
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: port_is_free(servers.slots[0].url))
+        with ThreadingHTTPServer(("127.0.0.1", port), Healthy) as other:
+            threading.Thread(target=other.serve_forever, args=(0.01,)).start()
+            try:
+                until(lambda: restarts_of(servers))
+            finally:
+                other.shutdown()
+        until(lambda: servers.slots[0].joined and ask(f"http://{servers.router_address}"))
+
+
+def test_a_server_of_another_user_does_not_join(stand_in, monkeypatch):
+    """The other user has taken the port while the server was loading, and would get its key."""
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with running(settings(stand_in), wait=False) as servers:
+        slot = servers.slots[0]
+        until(lambda: slot.url and request("GET", slot.url + "/health")[0] == 200)
+        time.sleep(1)
+        assert not slot.joined and set(told(servers)["calls"]) == {"/health", "/v1/args"}
+        assert not servers.router.ready
+        monkeypatch.setattr(os, "getuid", lambda: own)
+        servers.wait_ready()
+
+
+@pytest.mark.slow
 def test_a_deleted_log_folder_stops_nothing(stand_in, capfd, monkeypatch):
     monkeypatch.setattr(genrm_server, "MAX_DEATHS", 2)
     with running(settings(stand_in, num_servers=2)) as servers:
