@@ -875,7 +875,8 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 
 
 def connect_ray() -> bool:
-    """Join the Ray cluster of RAY_ADDRESS or of this machine, or start one. Return whether it started one."""
+    """Join the Ray cluster of RAY_ADDRESS or of this user, or start one. Return whether it started one."""
+    import psutil
     import ray
     from ray._private import auto_init_hook, services
 
@@ -886,7 +887,14 @@ def connect_ray() -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         address = services.find_bootstrap_address(None)  # the cluster of the last `ray start`
-        if address not in services.find_gcs_addresses():  # Joining an ended cluster would take minutes.
+        # Joining an ended cluster would take minutes. In the cluster of another user, reward functions would
+        # run as that user, with the keys of this run.
+        for process in psutil.process_iter(["cmdline", "uids"]):
+            name, *arguments = process.info["cmdline"] or [""]
+            if "raylet" in name and process.info["uids"].real == os.getuid():
+                if f"--gcs-address={address}" in arguments:
+                    break
+        else:
             address = "local"
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:  # The processes of Ray inherit this, and outlive the terminal until the run is saved.

@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -1647,6 +1648,26 @@ def test_why_ray_cannot_be_used_and_what_to_do(monkeypatch, address, error, prob
         reward_loop.connect_ray()
     text = str(refused.value)
     assert text.startswith(problem) and text.endswith(remedy) and "\n" not in text
+
+
+@pytest.mark.parametrize(("of_another_user", "problem"), [(0, "join the cluster"), (1, "start a cluster")])
+def test_only_a_cluster_of_this_user_is_joined(monkeypatch, of_another_user, problem):
+    """Reward functions would run as the other user, with the keys of the run."""
+    from ray._private import services
+
+    def fails(*_, **settings):
+        raise OSError("for the test")
+
+    address, user = f"127.0.0.1:{free_port()}", os.getuid() + of_another_user
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: address)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fails))
+    command = ["raylet", "-c", "read _", f"--gcs-address={address}"]  # looks like a process of a cluster
+    services.find_gcs_addresses.cache_clear()
+    with subprocess.Popen(command, executable="/bin/sh", stdin=subprocess.PIPE):
+        with pytest.raises(RuntimeError, match=f"cannot {problem}"):
+            reward_loop.connect_ray()
 
 
 @pytest.mark.slow
