@@ -1146,7 +1146,7 @@ def test_fapo_asks_about_wrong_answers_where_told_and_their_score_stays(answer, 
     A wrong answer is never a flawed positive.
     """
     judge, wrong = Judge(answer), "one\n\ntwo \\boxed{3}"
-    patience = 0.3 if answer == 500 else 60
+    patience = 1.5 if answer == 500 else 60  # A busy machine may need a second for the first request.
     result = score_with(judge, solution=wrong, judge_wrong=True, genrm_timeout_s=patience)
     assert (result["score"], result["acc"], result["flawed_positive"]) == (-1.0, False, False)
     assert (result["first_wrong"], result["genrm_status"]) == (first_wrong, status) and judge.requests

@@ -181,18 +181,19 @@ def report(config, num_rows: int, num_validation: int = 0) -> str:
     lines = [f"{config.total_steps} steps need {prompts} prompts: {epochs}"]
     memory = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = 1  # of a node
-    estimate = estimate_memory(config, config.device, num_validation)
     specs = process_specs(config)
     on_gpus = any(spec.gpus for spec in specs.values())  # A policy on the CPU may have a judge on a GPU.
+    nodes = {}
     if on_gpus or config.policy_ranks > 1:
         nodes = placement(config, specs)
         ranks = max([name for name, _ in chain(*bundles)].count("rank") for bundles in nodes.values())
-        kept = 0.0  # fraction of a GPU that a rank uses while the judges are awake
-        if on_gpus:
-            gpu = gpu_memory(config)
-            if config.reward_mode == "colocate":
-                kept = sum(estimate.get(name) or 0.0 for name in ("weights", "Adam", "reference model")) / gpu
-        lines += placement_lines(nodes, specs, kept)
+    estimate = estimate_memory(config, config.device, num_validation)
+    kept = 0.0  # fraction of a GPU that a rank uses while the judges are awake
+    if on_gpus:
+        gpu = gpu_memory(config)
+        if config.reward_mode == "colocate":
+            kept = sum(estimate.get(name) or 0.0 for name in ("weights", "Adam", "reference model")) / gpu
+    lines += placement_lines(nodes, specs, kept)
     for name, server in servers_of(config).items():
         if name in specs and specs[name].gpus:
             lines.append(server_memory(config, name, server, gpu))
