@@ -20,12 +20,14 @@ import json
 import math
 import re
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from recipes.gcd_steps import fapo_result
-from recipes.gym_tasks import is_held_out
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recipes.gcd_steps import fapo_result  # noqa: E402
+from recipes.gym_tasks import is_held_out  # noqa: E402
 
 MOVES = ("left", "down", "right", "up")  # gymnasium's actions 0 to 3
 MOST_MOVES = 12  # The shortest path to the opposite corner has six moves on nearly all boards.

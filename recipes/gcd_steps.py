@@ -22,11 +22,13 @@ flawed.
 import json
 import re
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from recipes import gym_tasks
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recipes import gym_tasks  # noqa: E402
 
 SETTINGS = {"max_value": 30}  # A policy of 1 M parameters would learn larger numbers too slowly.
 LINE = re.compile(r"([0-9]{1,9})=([0-9]{1,9})\*([0-9]{1,9})\+([0-9]{1,9})")
