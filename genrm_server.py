@@ -499,9 +499,8 @@ class ModelServers:
             slot.joined = 0
             url = f"{self.router.url}/workers?url={slot.url}"
             status, _ = request("DELETE", url, None, self.config.server_key)
-            if (
-                not status
-            ):  # The router may be busy. It must not let the server in again before it is checked.
+            if not status:
+                # The router may be busy. It must not let the server in again before it is checked.
                 request("DELETE", url, None, self.config.server_key)
 
     def call_server(self, slot: ServerSlot, method: str, *args):

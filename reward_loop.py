@@ -891,9 +891,9 @@ def connect_ray() -> bool:
         # run as that user, with the keys of this run.
         for process in psutil.process_iter(["cmdline", "uids"]):
             name, *arguments = process.info["cmdline"] or [""]
-            if "raylet" in name and process.info["uids"].real == os.getuid():
-                if f"--gcs-address={address}" in arguments:
-                    break
+            is_of_cluster = "raylet" in name and f"--gcs-address={address}" in arguments
+            if is_of_cluster and process.info["uids"].real == os.getuid():
+                break
         else:
             address = "local"
     in_main_thread = threading.current_thread() is threading.main_thread()

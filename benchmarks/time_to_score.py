@@ -228,8 +228,8 @@ def compare(config: Config, seed: int) -> list[dict]:
         rows["val"] = rows_of(config.val_file, config.suffix)[: config.num_val]
         # TRL gets the prompts of all steps in the order in which our trainer draws them.
         rows["drawn"] = draw(rows["train"], 0, config.prompts * config.steps, seed)
-        for part, some in rows.items():
-            write_lines(folder / f"{part}.jsonl", some)
+        for part, rows_of_part in rows.items():
+            write_lines(folder / f"{part}.jsonl", rows_of_part)
         commands = {}
         for side in config.sides:
             job = asdict(config) | {"seed": seed, "side": side, "folder": name}

@@ -76,19 +76,19 @@ def serve(listener: socket.socket, kind: str) -> tuple[list[str], dict[str, str]
 
 def attend(attended: dict, file) -> None:
     """Forward a signal to a script, kill it if its client has disconnected, or send its exit code."""
-    script, end, connection = attended.pop(file)
-    if file == end:
+    script, pidfd, connection = attended.pop(file)
+    if file == pidfd:
         attended.pop(connection, None)
         code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
         with contextlib.suppress(OSError):  # Nobody may be waiting any more.
             connection.sendall(code.to_bytes(8, "little", signed=True))
-        close([end, connection])
+        close([pidfd, connection])
         return
     number = b""
     with contextlib.suppress(ConnectionError):
         number = connection.recv(1)
     if number:
-        attended[connection] = script, end, connection
+        attended[connection] = script, pidfd, connection
         os.kill(script, number[0])
     else:
         os.kill(script, signal.SIGKILL)
@@ -110,8 +110,8 @@ def fork_script(connection: socket.socket, attended: dict) -> tuple | None:
     if script == -1:  # Only this script fails.
         connection.close()
         return None
-    end = os.pidfd_open(script)
-    attended |= {file: (script, end, connection) for file in (end, connection)}
+    pidfd = os.pidfd_open(script)
+    attended |= {file: (script, pidfd, connection) for file in (pidfd, connection)}
     with contextlib.suppress(OSError):  # The loop sees that the client has gone.
         connection.sendall(script.to_bytes(8, "little"))
     return None
