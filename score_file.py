@@ -43,7 +43,9 @@ class Config(RewardOptions):
     # Output file: .jsonl, or .parquet if --data is also a .parquet file. Additional columns: reward_score,
     # status and reward_extra_info (JSON).
     out: Path
-    resume: bool = False  # Resume an interrupted run: keep the results that have a score, and score the rest.
+    # Resume an interrupted run: keep the results that have a score, and score the rest. A group whose samples
+    # are scored together is kept only if all of them have a score.
+    resume: bool = False
 
 
 def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:

@@ -142,9 +142,10 @@ KEPT_BY = {
         "test_trajectory.test_special_tokens_in_what_a_tool_says_stay_text",
         "test_trajectory.test_markup_in_a_reply_stays_text",
     ),
-    "No request is lost while a server that can answer it is alive. The exception is an engine that hangs "
-    "although its server's `/health` still responds: requests to it may run into their time limits until "
-    "three in a row (`--unhealthy-after`) have done so while other servers answered.": (
+    "No request is lost while a server that can answer it is alive, with two exceptions. A request is sent "
+    "to at most three servers (`--max-attempts`). If an engine hangs although its server's `/health` still "
+    "responds, requests to it may run into their time limits until three in a row (`--unhealthy-after`) "
+    "have done so while other servers answered.": (
         "test_router.test_one_bad_server_of_two_loses_nothing_and_leaves",
         "test_router.test_requests_stay_with_busy_servers_while_there_is_no_other",
         "test_router.test_an_engine_that_hangs_behind_a_good_health_leaves_until_it_is_restarted",
@@ -158,7 +159,7 @@ KEPT_BY = {
         "test_compute_score.test_what_is_sampled_or_differs_is_asked_each_time",
     ),
     "A restarted server does not join if a file of its model has another size or modification time than at "
-    "the start.": (
+    "the start. [Models on the Hub, and servers on other nodes](serving.md) are checked less.": (
         "test_genrm_server.test_a_server_that_would_load_other_files_does_not_join",
         "test_genrm_server.test_files_that_change_while_they_are_loaded_are_noticed",
     ),
@@ -167,7 +168,8 @@ KEPT_BY = {
         "test_router.test_harmless_requests_beside_one_that_kills_engines_all_have_their_answer",
         "test_compute_score.test_equal_copies_of_a_prompt_of_which_servers_died_are_not_sent_again",
     ),
-    "The router's API keys never appear in logs, in command lines or in the files of a run.": (
+    "The router's API keys never appear in logs, in command lines or in the files of a run, unless you pass "
+    "them as flags (`--api-key`, `--server-key`).": (
         "test_genrm_server.test_the_servers_have_a_key_that_nobody_sees",
         "test_router.test_the_key_can_come_from_the_environment",
     ),
