@@ -362,6 +362,9 @@ def test_an_environment_whose_state_is_not_in_the_prompt_repeats_no_prompts():
     assert "repeated-prompts" in named(lines, samples)
     turns = [{"who": "policy", "text": "4"}, {"who": "environment", "text": "Higher"}]
     assert named(lines, [one | {"turns": turns} for one in samples]) == {}
+    assert (
+        named(lines, [one | {"seed": 1} for one in samples]) == {}
+    )  # as of a rollout function with one turn
 
 
 class Counted(dict):

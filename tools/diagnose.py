@@ -279,8 +279,8 @@ def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) 
         prompts.add(sample["prompt"])
     if any(answers):
         numbers["without_answer"] = answers.count("[INVALID]") / len(answers)
-    # With turns, the state of an environment may depend on trajectory.seed instead of the prompt.
-    if len(groups) >= 8 and not any("turns" in sample for sample in samples):
+    # With a rollout function, the state of an environment may depend on trajectory.seed, not on the prompt.
+    if len(groups) >= 8 and not any(sample.keys() & {"seed", "turns"} for sample in samples):
         numbers["prompts/groups"] = len(prompts) / len(groups)
     return numbers
 
