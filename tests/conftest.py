@@ -60,6 +60,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (longest.get(item.path.name, len(longest)), item.path not in files))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A run in this process sets the number of threads, and more than one would slow down all later tests."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_is_left():
     """A Ray cluster that is left running would disturb the tests of the next file."""

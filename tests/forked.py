@@ -237,8 +237,7 @@ def servers(environment) -> dict[str, str]:
     """Return this environment plus the variables with which vLLM's servers and engines are forked.
 
     A server of a judge and one of a policy also start as users start them, in test_genrm_server.py and
-    test_rollout.py. If the environment has FORKED_after, servers are forked only once the file of that name
-    exists.
+    test_rollout.py. If the environment has FORKED_after_first, the first server starts as for users as well.
     """
     paths = [str(ROOT / "tests/vllm_forks"), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), "FORKED_servers": address("servers")}
