@@ -12,8 +12,8 @@ import pytest
 import forked
 
 # The files that take more than a minute, the longest first.
-LONGEST = """reward_loop genrm_server trajectory cluster grpo_trainer changes policy_group rollout stages
-    score_file router placement end_to_end""".split()
+LONGEST = """reward_loop genrm_server trajectory lora grpo_trainer cluster policy_group changes rollout
+    compute_score stages router toy_world score_file placement end_to_end""".split()
 
 # Tiny models are fastest on one thread, which also leaves the other cores free.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
