@@ -205,10 +205,11 @@ START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{
 (?:~|(?<=\d))per~                           → /
 (?<![a-zA-Z\\])mph\b                        → miles/h
 (?<=[\d})i])m(?=/s\b)                       → meters
-# A row separator before the end of a matrix, any matrix, \$5, 5 square cm, 16 years old, "the answer is 7"
+# A row separator at the end of a matrix, any matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
 \\\\(?=\\end)                               →
 [(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
 \\\$(-?\d[\d.]*)                            → \1dollars
+(?<=\d)\\\$$                               → dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →
@@ -504,10 +505,14 @@ _graders = {}  # id of a process -> its idle child processes (pid, pipe), and a 
 
 def _compare(sides):
     """Compare two answers with math-verify."""
-    from math_verify import parse, verify
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    # By default, math-verify drops units at the end, such as the t of 5t.
+    normal = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+    kinds = LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig()
     boxes = [f"\\boxed{{{side}}}" for side in sides]
-    parsed = [parse(box, parsing_timeout=None, raise_on_error=True) for box in boxes]
+    parsed = [parse(box, kinds, parsing_timeout=None, raise_on_error=True) for box in boxes]
     if not verify(*parsed, timeout_seconds=None, raise_on_error=True):
         return False
     truth, answer = (side[0] for side in parsed)

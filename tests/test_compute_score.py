@@ -399,6 +399,7 @@ x²y | x^2y
 60\text{ km/hr} | 60\text{ km/h}
 5\text{ cm/sec} | 5\text{ cm/s}
 \$5\text{ per day} | 5\text{ dollars/day}
+5\$ | 5
 \frac{10,000}{3} | \frac{10000}{3}
 \sqrt{1,000} | \sqrt{1000}
 \text{The answer is (A)} | A
@@ -1931,10 +1932,11 @@ import functools, os, sys, time
 from types import SimpleNamespace
 print("noise of an import")
 sys.modules["latex2sympy2_extended"] = sys.modules["latex2sympy2_extended.latex2sympy2"] = (
-    SimpleNamespace(ConversionConfig=dict)
+    SimpleNamespace(ConversionConfig=dict, NormalizationConfig=dict)
 )
+ExprExtractionConfig = LatexExtractionConfig = dict
 parser = SimpleNamespace(latex2sympy=str, parse_latex_cached=functools.lru_cache(str))
-def parse(text, parsing_timeout, raise_on_error):
+def parse(text, kinds, parsing_timeout, raise_on_error):
     if "ga" in text:
         raise ValueError
     return [text]
@@ -2225,7 +2227,7 @@ def test_math_verify_compares_values_only():
         acc = verified(pair["answer"], pair["truth"])
         paid += acc and not pair["equal"]
         refused += pair["equal"] and not acc
-    assert paid <= 1 and refused <= 7
+    assert paid <= 1 and refused <= 6
     assert verified("2x+y=0", "0") is False and verified("x^2=4", "4") is False
     # The time must not double with each pair of brackets.
     assert verified("[1]" * 90, "1") is False and verified("[]]" * 30, "1") is False
@@ -2256,6 +2258,14 @@ f^{\prime}(x) | f(x)
 1.6\times10^{-19} | 9.1\times10^{-31}
 0.00000016 | 0.00000019
 \frac{1}{2023!} | \frac{1}{2024!}
+105 | 100+5t
+5s | 5t
+a^2+2 | a^2+2ab
+\frac13\pi r^2 | \frac13\pi r^2h
+5\text{ cm} | 5\text{ dm}
+20\text{ miles} | 20\text{ h}
+7\text{ am} | 7\text{ pm}
+5\$ | 5\text{ cents}
 """
 VALUES = r"""
 r(R-r) | rR-r^2
@@ -2276,6 +2286,7 @@ f'(x)+1 | 1+f'(x)
 \sqrt{12} | 2\sqrt{3}
 3+2i | 2i+3
 (x+1)^2 | x^2+2x+1
+2t+3t | 5t
 """
 
 
