@@ -334,6 +334,9 @@ V/hr | V/h
 \text{The answer is not (A)} | A
 2^x/4 | 2^{x/4}
 x_{1,2} | x_{12}
+m+n=256+37=294 | 293
+m+n=k+37=293 | 293
+x+y=1+1=x | x
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -361,6 +364,9 @@ e^\pi | e^{\pi}
 \vec{v} = (1,2) | (1,2)
 7\text{ sq ft} | 7\text{ ft}^2
 \left[\begin{matrix} 1 \\ 2 \end{matrix}\right] | \begin{pmatrix}1\\2\end{pmatrix}
+m+n=256+37=293 | 293
+a+b+c = 1+2+3 = 6 | 6
+m+n=256+37=293 | m+n=293
 x=2, x=3 | 2,3
 x=2 \text{ or } x=-3 | 2,-3
 x=1, x = 2\quad\text{or}\quad x = 3 | 1,2,3
