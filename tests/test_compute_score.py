@@ -225,6 +225,16 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
         ("#### 1234 and a half", False),
         ("#### 1234 or twelve", False),
         ("#### −1234", False),
+        ("#### +1234", True),
+        ("#### - 1234", False),
+        ("#### \\(1,234\\)", True),
+        ("#### €1234", True),
+        ("#### 1234 m", True),
+        ("#### 1234M", False),
+        ("#### 1234 mil", False),
+        ("#### 1234 & a half", False),
+        ("#### 1234 to twelve hundred", False),
+        ("#### 1234 eggs (6 per day)", False),  # two numbers
     ],
 )
 def test_gsm8k(solution, acc):
@@ -233,8 +243,14 @@ def test_gsm8k(solution, acc):
 
 
 def test_a_negative_number_after_hashes_may_have_the_minus_of_unicode():
-    for number in ("-5", "−5", "-$5", "$−5"):
+    for number in ("-5", "−5", "-$5", "$−5", "- 5", "\\(-5\\)"):
         assert scores.compute_score_gsm8k("gsm8k", f"#### {number}", "-5")["acc"]
+
+
+def test_a_decimal_after_hashes_needs_no_zero():
+    assert scores.compute_score_gsm8k("gsm8k", "#### $.50", "0.5")["pred"] == "0.5"
+    assert scores.compute_score_gsm8k("gsm8k", "#### -.5", "-0.5")["acc"]
+    assert scores.compute_score_gsm8k("gsm8k", "#### ...5", "5")["pred"] == "[INVALID]"
 
 
 @pytest.mark.parametrize("solution", ["#### 7 so \\boxed{8", "\\boxed{7} so \\boxed{8"])
