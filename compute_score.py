@@ -835,11 +835,9 @@ def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
 
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
     """Return the index in the final box (-1: no error found), or None if it is not a valid index."""
-    try:
-        index = int(final_box(text) or "")
-    except ValueError:
-        return None
-    if index < -1 or (num_paragraphs is not None and index >= num_paragraphs):
+    box = re.fullmatch(r"\s*[-−+]?[0-9]+\s*", final_box(text) or "")  # int() would also read 1_0.
+    index = int(box[0].replace("−", "-")) if box else None
+    if index is None or index < -1 or (num_paragraphs is not None and index >= num_paragraphs):
         return None
     return index
 

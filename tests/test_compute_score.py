@@ -735,6 +735,8 @@ def test_braces_in_a_solution_are_not_templates():
         ("<think>It writes `</think>`, so perhaps \\boxed{1}", None),
         ("<think>Hm.</think>It begins with <think> and \\boxed{1}", None),  # This may be another thought.
         ("\\boxed{" + "9" * 10000 + "}", None),
+        ("\\boxed{−1}", -1),  # a minus sign, not a hyphen
+        ("\\boxed{0_1}", None),
     ],
 )
 def test_parse_critique(text, index):
