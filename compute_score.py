@@ -716,7 +716,7 @@ _WORD, _REST = r"[^\W\d_]{2}", r"[\w▁/-]"
 _CONTROL = (
     rf"(?-i:<\|/?{_WORD}{_REST}+(?:\|{_REST}*)?>|<{_WORD}{_REST}+\|>"  # <|im_end|>, <|DSML|invoke>, <turn|>
     rf"|\[\|{_WORD}{_REST}*\|\]|</?{_WORD}[^\W\d_]*[_:][\w:]*>"  # [|endofturn|], <start_of_turn>
-    r"|</?(?:s|bos|eos|pad|unk|think|system|user|assistant)>|<</?SYS>>"
+    r"|</?(?:s|bos|eos|pad|unk|think|thought|system|user|assistant)>|<</?SYS>>"
     r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
 )
 
@@ -816,6 +816,7 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
     return template.format(problem=problem, answer=answer, solution=solution)
 
 
+_THOUGHT_TAG = re.compile(r"<(/?)(?:seed:think|thought)>|\[(/?)THINK\]")  # other models' <think>
 _QUOTED_TAG = re.compile("""["'`“‘]</?think>["'`”’]""")
 
 
@@ -826,6 +827,7 @@ def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
     quotation marks is quoted from the solution. A box that does not begin within the last `num_chars`
     characters may be a quotation in a reply without a verdict.
     """
+    text = _THOUGHT_TAG.sub(r"<\1\2think>", text)
     _, _, reply = _QUOTED_TAG.sub("", text).rpartition("</think>")
     if "<think>" in reply:  # The thought is not closed.
         return None

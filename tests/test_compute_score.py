@@ -737,6 +737,11 @@ def test_braces_in_a_solution_are_not_templates():
         ("\\boxed{" + "9" * 10000 + "}", None),
         ("\\boxed{−1}", -1),  # a minus sign, not a hyphen
         ("\\boxed{0_1}", None),
+        ("<seed:think>\\boxed{1}</seed:think>I cannot decide.", None),
+        ("[THINK]\\boxed{1}[/THINK]I cannot decide.", None),
+        ("<thought>\\boxed{1}</thought>I cannot decide.", None),
+        ("<thought>So \\boxed{1}", None),
+        ("[THINK]\\boxed{0}[/THINK]So \\boxed{1}", 1),
     ],
 )
 def test_parse_critique(text, index):
@@ -968,7 +973,7 @@ CONTROL_TOKENS = """
     <|assistant|> <|im_end|> <|start_header_id|> <|/think|> <|turn> <turn|> [|endofturn|]
     <｜User｜> <｜end▁of▁sentence｜> <｜DSML｜invoke>
     <start_of_turn> <tool_call> </tool_call> <seed:think> </seed:think> <extra_id_0>
-    <think> </think> <s> </s> <bos> <eos> </assistant>
+    <think> </think> <thought> </thought> <s> </s> <bos> <eos> </assistant>
     [INST] [/INST] <<SYS>> <</SYS>> [TOOL_CALLS] [/TOOL_RESULTS] [SYSTEM_PROMPT] [/THINK]
 """.split()
 
