@@ -715,9 +715,9 @@ def _replace_brackets(text, pattern, brackets):
 _WORD, _REST = r"[^\W\d_]{2}", r"[\w▁/-]"
 _CONTROL = (
     rf"(?-i:<\|/?{_WORD}{_REST}+(?:\|{_REST}*)?>|<{_WORD}{_REST}+\|>"  # <|im_end|>, <|DSML|invoke>, <turn|>
-    rf"|\[\|{_WORD}{_REST}*\|\]|</?{_WORD}[^\W\d_]*[_:][\w:]*>"  # [|endofturn|], <start_of_turn>
+    rf"|\[\|{_WORD}{_REST}+\|\]|</?{_WORD}[^\W\d_]*[_:][\w:]*>"  # [|endofturn|], <start_of_turn>
     r"|</?(?:s|bos|eos|pad|unk|think|thought|system|user|assistant)>|<</?SYS>>"
-    r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
+    r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z\d_]+)\])"
 )
 
 

@@ -975,6 +975,7 @@ CONTROL_TOKENS = """
     <start_of_turn> <tool_call> </tool_call> <seed:think> </seed:think> <extra_id_0>
     <think> </think> <thought> </thought> <s> </s> <bos> <eos> </assistant>
     [INST] [/INST] <<SYS>> <</SYS>> [TOOL_CALLS] [/TOOL_RESULTS] [SYSTEM_PROMPT] [/THINK]
+    [TOOL_CALL_ID] [/TOOL_CALL_ID] [TOOL_CALL2]
 """.split()
 
 
@@ -1098,6 +1099,7 @@ def test_honest_solutions_are_shown_byte_for_byte():
     solution += "\n\nx <| y |> z, for(i=0;i<max_n;i++)x->y, if(a<len_x&&b>2), (lo<max_lo)and(hi>2)"
     solution += "\n\nx<|abs(y)|>z, f<|det(A)|>g, prices[tool_id], arr[think], List<User>, <http://a.b>"
     solution += "\n\n[I] = [1], [O], [l1], [A1], f(1), (t0), [0, 1], [1 0], a < l > 0, <I>, <0, 1>, [Il]"
+    solution += "\n\n[|AB|] = [|xy|]"
     for style in scores.PROMPT_STYLES:
         prompt = scores.format_critic_prompt("2+2?", "4", solution, style)
         for paragraph in scores.split_paragraphs(solution):
