@@ -45,10 +45,11 @@ GROUPS = {
 }
 IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
 HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the page of a run
-# The ends of names whose values are secrets, such as API_KEY, apiKey, api_key_a, --judge-token and X-Auth.
+# The ends of names whose values are secrets, such as API_KEY, apiKey, api_key_judge_two, --judge-token and
+# X-Auth. num_key_value_heads is not a secret.
 SECRET = re.compile(
-    r"(key|token|secret|password|passwd|passphrase|pwd|credential|authorization|auth|bearer)s?([-_][a-z]+)?"
-    r"[-_]?\d*$",
+    r"(?:(token)s?|(?:key|secret|password|passwd|passphrase|pwd|credential|authorization|auth|bearer)s?"
+    r"(?!_value_)(?:[-_][a-z\d]+){0,9})[-_]?\d*$",
     re.IGNORECASE,
 )
 
@@ -273,7 +274,7 @@ def is_secret(name: str, value) -> bool:
     found = SECRET.search(name)
     if not found or value in (None, "") or isinstance(value, bool):
         return False
-    return found[1].lower() != "token" or not (found[2] or str(value).isdecimal())
+    return not (found[1] and str(value).isdecimal())
 
 
 # ---- the end of a script

@@ -644,8 +644,17 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
             dict.fromkeys(("api_key_a", "key-judge", "pwd", "X-Auth", "bearer", "passphrase"), "(hidden)"),
         ),
         (
+            dict.fromkeys(
+                ("api_key_judge_two", "judge_key_for_audit", "key_2_a", "token_of-api-key"), "hush"
+            ),
+            dict.fromkeys(
+                ("api_key_judge_two", "judge_key_for_audit", "key_2_a", "token_of-api-key"), "(hidden)"
+            ),
+        ),
+        (
             {
                 "stop_token_ids": [1, 2],
+                "max_tokens_per_micro_batch": 8192,
                 "num_key_value_heads": 8,
                 "keep_first": "a",
                 "author": "a",
@@ -653,6 +662,7 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
             },
             {
                 "stop_token_ids": [1, 2],
+                "max_tokens_per_micro_batch": 8192,
                 "num_key_value_heads": 8,
                 "keep_first": "a",
                 "author": "a",
