@@ -133,7 +133,9 @@ def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
     if out.suffix == ".jsonl":
         with temporary.open("w", encoding="utf-8") as file:
             for row, columns in zip(rows, added):
-                file.write(json.dumps(row | columns, default=str) + "\n")
+                text = json.dumps(row | columns, default=str)
+                valid = json.loads(text, parse_constant=lambda name: None)  # NaN, as in empty cells
+                file.write(json.dumps(valid) + "\n")
     else:
         table = pq.read_table(data).drop_columns([name for name in COLUMNS if name in rows[0]])
         new = pyarrow.Table.from_pylist(added, pyarrow.schema(COLUMNS))

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -457,6 +458,16 @@ def test_rows_without_some_columns_become_parquet(tmp_path, monkeypatch):
     written = pq.read_table(config.out).to_pylist()
     assert [row["reward_score"] for row in written] == [1.0, None]
     assert [row["extra"] for row in written] == [None, "x"]
+
+
+def test_empty_cells_of_a_table_are_null_in_jsonl(tmp_path):
+    """pandas writes them as NaN, which is not JSON."""
+    row = sample("one") | {"extra_info": {"solve_rate": math.nan}, "0.1": 0.1, "big": 1 << 70}
+    result = {"reward_score": 1.0, "status": "ok", "reward_extra_info": {}}
+    score_file.write_rows([row], [result], tmp_path / "any.parquet", tmp_path / "scored.jsonl")
+    written = json.loads((tmp_path / "scored.jsonl").read_text(), parse_constant=pytest.fail)
+    assert written["extra_info"] == {"solve_rate": None} and written["reward_score"] == 1.0
+    assert (written["0.1"], written["big"]) == (0.1, 1 << 70)
 
 
 def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
