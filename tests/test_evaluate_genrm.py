@@ -290,6 +290,14 @@ def test_limit_and_bad_files(bench, tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match="rows.jsonl: the file has no rows"):
         read_judge_rows(path)
+    # What --out cannot contain is rejected before the judge is asked.
+    for first, second in ((7, "seven"), ("seven", True), ({}, {}), (1, 1 << 70)):
+        path.write_text("\n".join(json.dumps(row | {"uid": uid}) for uid in (first, second)))
+        with pytest.raises(ValueError, match="rows.jsonl: the column 'uid' cannot be written to --out .*; "):
+            read_judge_rows(path)
+    path.write_text("\n".join(json.dumps(row | more) for more in ({}, {"uid": "b7"})))
+    table = pa.Table.from_pylist(read_judge_rows(path))
+    assert table["uid"].to_pylist() == [None, "b7"] and table.column_names[0] == next(iter(row))
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,16 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
         row["label"] = scores.whole_number(row["reward_model"]["ground_truth"])
         row["subset"] = extra.get("subset") or row["data_source"]
         row["final_answer_correct"] = extra.get("final_answer_correct") is not False
+    rows[0] = dict.fromkeys(name for row in rows for name in row) | rows[0]  # from_pylist asks only row 0.
+    for name in rows[0]:
+        try:
+            column = pa.table({name: [row.get(name) for row in rows]})
+            pq.ParquetWriter(pa.BufferOutputStream(), column.schema).close()
+        except Exception as error:  # pyarrow raises many types.
+            raise ValueError(
+                f"{path}: the column {name!r} cannot be written to --out ({error}); remove it, or give "
+                "all its values the same type"
+            ) from error
     return rows
 
 
