@@ -756,6 +756,8 @@ class VllmServer(Process):
         port = self.reserved.getsockname()[1]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--disable-uvicorn-access-log"]
         command += ["--middleware", "router.SglangGenerate", "--middleware", "genrm_server.KeyGuard"]
+        # Otherwise, the model's own limit applies to requests without max_tokens.
+        command += ["--override-generation-config", '{"max_new_tokens": null}']
         flags = {
             "--model": self.model,
             "--host": self.host,

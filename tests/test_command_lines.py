@@ -40,7 +40,7 @@ for name, line in json.loads(sys.argv[1]).items():
     found = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     validate_parsed_serve_args(found)
     print(json.dumps([name, {key: value for key, value in vars(found).items() if type(value) in
-                             (int, float, str, bool, list)}]))
+                             (int, float, str, bool, list, dict)}]))
 """
 
 
@@ -91,6 +91,7 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
         middleware = ["router.SglangGenerate", "genrm_server.KeyGuard"]
         assert taken["seed"] == 3 and taken["middleware"] == middleware
         assert taken["disable_uvicorn_access_log"] is True, name
+        assert taken["override_generation_config"] == {"max_new_tokens": None}
     assert found["judge on a share"]["gpu_memory_utilization"] == 0.22
     assert found["judge that sleeps"]["enable_sleep_mode"] is True
     assert found["judge of two GPUs"]["tensor_parallel_size"] == 2

@@ -41,7 +41,7 @@ OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--w
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}  # of vLLM
 OTHERS_FLAGS |= {"--enable-lora", "--lora-modules", "--enable-scale-out", "--worker-extension-cls"}  # of vLLM
 OTHERS_FLAGS |= {"--backend", "--local", "--target"}  # of verl's merger
-OTHERS_FLAGS |= {"--reasoning-parser"}  # of vLLM
+OTHERS_FLAGS |= {"--reasoning-parser", "--override-generation-config"}  # of vLLM
 OTHERS_FLAGS |= {"--no-deps", "--foreground"}  # of pip and of timeout
 
 
