@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import math
 import re
+import tempfile
 import unicodedata
 from collections import Counter
 from functools import cache, partial
@@ -66,9 +67,11 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
         max_positions: The new value of max_position_embeddings; 0 keeps the model's value.
 
     Raises:
-        ValueError: The model is quantised, or its positions would change with max_positions.
+        ValueError: The model is quantised, its positions would change with max_positions, or transformers
+            could not save its settings.
     """
-    options = dict(dtype=dtype, trust_remote_code=trust_remote_code)
+    # Nothing reads attention weights, and transformers would not save a config.json that asks for them.
+    options = dict(dtype=dtype, trust_remote_code=trust_remote_code, output_attentions=False)
     config = read_config(source, trust_remote_code, max_positions).get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         options["attn_implementation"] = "eager"  # The other implementations ignore the cap.
@@ -77,8 +80,32 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
     if dtype == "auto" and has_rounded_constants(model):
         return load_causal_lm(source, torch.float32, trust_remote_code, max_positions)
-    model.generation_config.do_sample = True  # Otherwise transformers rejects a saved temperature.
+    check_settings(model, source)
     return model
+
+
+def check_settings(model, source: str) -> None:
+    """Drop settings of transformers' generate() that transformers reads, but would not save.
+
+    Nothing here calls generate(). Raises ValueError if the settings still cannot be saved.
+    """
+    settings = model.generation_config
+    settings.do_sample = True  # Otherwise transformers rejects a saved temperature.
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        for name in re.findall(r"^- `(\w+)`", str(error), re.MULTILINE):
+            setattr(settings, name, None)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+            settings.save_pretrained(folder)
+    except Exception as error:  # Each check of transformers raises its own type.
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"--model {source}: transformers cannot save the model's settings ({why}); correct its "
+            "config.json or generation_config.json"
+        ) from error
 
 
 def has_rounded_constants(model) -> bool:

@@ -19,7 +19,7 @@ import causal_lm
 import policy as policy_file
 from toy import warm_start
 from policy import Policy, Sample, split_mini_batches
-from rollout import check_sampling
+from rollout import check_sampling, model_files
 from tiny import CPU, a_step, config_of, groups_of, policy_of, read_again, roll_out, weights_of, with_sgd
 
 
@@ -1032,16 +1032,58 @@ def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model
         policy_of(model)
 
 
-def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, tmp_path):
-    """Vicuna and some fine-tuned Mistral models have such files, which transformers reads but refuses to
-    write.
+BEAMS = {"early_stopping": True, "length_penalty": 1.2}
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize(
+    "name, stored, dropped",
+    [
+        ("generation_config.json", {}, ()),
+        ("generation_config.json", BEAMS | {"num_beams": 2}, ()),
+        ("generation_config.json", {"pad_token_id": -1} | BEAMS, {"pad_token_id": -1} | BEAMS),
+        ("generation_config.json", {"output_scores": True}, ("output_scores",)),
+        (
+            "generation_config.json",
+            {"use_cache": False, "cache_implementation": "hybrid"},
+            ("cache_implementation",),
+        ),
+        ("config.json", {"pad_token_id": -1} | BEAMS, {"pad_token_id": -1} | BEAMS),
+        ("config.json", {"output_attentions": True}, ()),
+    ],
+)
+def test_settings_of_generate_do_not_make_saving_impossible(
+    name, stored, dropped, lora_rank, model, tokenizer, tmp_path
+):
+    """Vicuna, some fine-tuned Mistral models and the first conversions of Llama have such files, which
+    transformers reads but refuses to write.
     """
     model.save_pretrained(tmp_path)
-    file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
-    policy = Policy(config_of(), str(tmp_path), CPU)
+    sampling = {"temperature": 0.9, "top_p": 0.6}
+    if name == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+        file = tmp_path / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | sampling | stored))
+    else:
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": 1} | sampling | stored))
+    policy = Policy(config_of(model=str(tmp_path), lora_rank=lora_rank), str(tmp_path), CPU)
     policy.save(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved/generation_config.json").read_text())["temperature"] == 0.9
+    kept = {key: value for key, value in (sampling | stored).items() if key not in dropped}
+    written = json.loads((tmp_path / "saved/generation_config.json").read_text())
+    assert kept.items() <= written.items() and not set(dropped) & written.keys()
+    assert b"output_attentions" not in model_files(policy.model_info(), tokenizer)["config.json"]
+
+
+def test_a_model_whose_settings_cannot_be_saved_is_refused_by_name(model, tmp_path, monkeypatch):
+    def save_pretrained(self, folder):
+        raise RuntimeError("the field x\nis wrong")
+
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(model.config), "save_pretrained", save_pretrained)
+    with pytest.raises(
+        ValueError, match=r"--model \S+: .* \(the field x is wrong\); correct its config.json"
+    ):
+        Policy(config_of(), str(tmp_path), CPU)
 
 
 # ---- what the metrics mean
