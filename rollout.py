@@ -335,6 +335,11 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
         except (aiohttp.ClientError, OSError) as error:  # A server or the router has died.
             status = 502
             text = f"{type(error).__name__}: {error}"
+        if status == 200:
+            choice = msgspec.json.decode(text, type=answer_type).choices[0]
+            if choice.finish_reason == "abort":  # The server got SIGTERM.
+                status = 502
+                text = "the server aborted the request"
         if status < 500 and status != 422:  # 422: another request may be the cause.
             break
         if status == 504:
@@ -349,7 +354,6 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
         raise RuntimeError(
             f"policy servers at {address}: a request failed with HTTP {status}: {text[:300]}{remedy}"
         )
-    choice = msgspec.json.decode(text, type=answer_type).choices[0]
     if choice.finish_reason not in ("stop", "length"):
         raise RuntimeError(
             f"policy servers at {address}: a response has the unknown finish_reason {choice.finish_reason!r}"

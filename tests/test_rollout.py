@@ -159,14 +159,22 @@ ASKED = {  # whether the servers have the token endpoint -> what they get
 
 @pytest.mark.parametrize("tokens", ASKED, ids=("completions", "tokens"))
 @pytest.mark.parametrize(
-    "script, tries", [(["cut", "500", "422", "fine"], 4), (["400"], 1), (["short"], 1), (["hang"], 1)]
+    "script, tries",
+    [
+        (["cut", "500", "422", "abort", "fine"], 5),
+        (["abort"] * 6, 6),
+        (["400"], 1),
+        (["short"], 1),
+        (["hang"], 1),
+    ],
 )
 def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(
     script, tries, tokens, monkeypatch
 ):
     """Use a scripted HTTP server: half a response, errors, a response, and one that ends too soon.
 
-    The router rejects a request with 422 if servers died of it, but another request may be the cause.
+    The router rejects a request with 422 if servers died of it, but another request may be the cause. A
+    server that gets SIGTERM aborts its requests, and its answers to them have the status 200.
     """
     asked, left, keys = [], list(script), set()
     stop, released = threading.Event(), threading.Event()
@@ -184,7 +192,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             logprobs = {"token_logprobs": [-0.5, -0.25]}
             if tokens:
                 logprobs = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 1, "logprob": -0.25}]}
-            reason = "length" if act == "short" else "stop"
+            reason = {"short": "length", "abort": "abort"}.get(act, "stop")
             choice = {"finish_reason": reason, "token_ids": [4, 1], "logprobs": logprobs}
             answer = json.dumps({"choices": [choice]}).encode()
             self.send_header("Content-Length", str(len(answer)))
@@ -209,9 +217,9 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1, stop=stop),
     )
     try:
-        if tries == 1:
+        if script[-1] != "fine":
             failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
-            failure["hang"] = "interrupted during rollouts"
+            failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request"}
             with pytest.raises(RuntimeError, match=failure[script[0]]):
                 rollout.rollout_vllm(servers, [sample], **settings)
         else:
