@@ -237,18 +237,14 @@ class Log:
         self.folder = Path(config.out_dir)
         # With --overlap, two threads may write samples at the same time.
         self.samples_lock = threading.Lock()
-        self.rewind(first_step or -1)
         self.tensorboard = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step + 1)
+        self.rewind(first_step or -1)
         self.wandb = None
         if config.wandb:
             self.wandb = start_wandb(config, first_step)
 
     def rewind(self, step: int):
-        """Delete the lines of all steps after this one."""
+        """Delete the lines of all steps after this one, also in TensorBoard."""
         lines, _ = read_lines(self.folder / "metrics.jsonl")
         if self.config.wandb and step >= 0 and lines and lines[-1]["step"] > step:
             print(
@@ -262,6 +258,12 @@ class Log:
             return line["split"] != "val" or line["step"] in evaluated
 
         self.recent = lines_until(step, self.folder / "samples.jsonl", is_valid)  # samples() drops old steps
+        if self.config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self.tensorboard:
+                self.tensorboard.close()
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step + 1)
 
     def metrics(self, values: dict) -> None:
         """Write the metrics of a step, except those that are None, and print the most important ones.

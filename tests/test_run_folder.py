@@ -574,6 +574,25 @@ class WandbRun:
         pass
 
 
+@pytest.mark.parametrize("restarts_process", [False, True])
+def test_tensorboard_shows_each_step_once_after_a_restart(tmp_path, restarts_process):
+    config = config_of(out_dir=str(tmp_path), tensorboard=True)
+    log = run_folder.Log(config, 0)
+    for step in (1, 2, 3):
+        log.metrics({"step": step, "loss": 0.0})
+    if restarts_process:
+        log.close()
+        log = run_folder.Log(config, 1)
+    else:  # The ranks have died.
+        log.rewind(1)
+    log.metrics({"step": 2, "loss": 1.0})
+    log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(1, 0.0), (2, 1.0)]
+
+
 def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, capsys):
     import wandb
 
