@@ -13,7 +13,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BloomConfig,
+)
 
 import causal_lm
 import grpo_trainer
@@ -222,6 +228,26 @@ def test_what_a_folder_of_the_base_model_may_lack_or_have_is_no_obstacle_to_merg
     merge_lora.merge(tmp_path / "saved", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(merged(IDS).logits, policy.model(IDS).logits, atol=1e-5)
+
+
+def test_the_merged_model_has_the_type_that_only_the_config_of_the_text_model_names(tmp_path, tokenizer):
+    """So do the files of Qwen3-VL and Qwen3.5."""
+    text = dict(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    text |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, layer_types=["full_attention"])
+    vision = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=16)
+    shape = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(shape, dtype=torch.bfloat16)
+    base = write_model(tmp_path / "base", whole, tokenizer)
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    assert config.pop("dtype") == config["text_config"]["dtype"] == "bfloat16"
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    options = config_of(model=base, lora_rank=2, lora_targets=("q_proj",))
+    Policy(options, base, CPU).save(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    merge_lora.merge(tmp_path / "saved", tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_an_output_that_is_a_file_is_rejected_and_not_changed(model, tokenizer, tmp_path):

@@ -77,7 +77,8 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     )
 
     try:
-        stored = read_config(base, trust_remote_code).dtype or torch.float32
+        config = read_config(base, trust_remote_code)
+        stored = config.dtype or config.get_text_config().dtype or torch.float32
         # The sum is computed in float32 and then rounded, as on the policy servers.
         whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
         adapted = PeftModel.from_pretrained(whole, checkpoint)
