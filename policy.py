@@ -409,7 +409,7 @@ class Policy:
         """Return the model properties that serving and saving need."""
         return {
             "config": self.model.config,
-            "architecture": type(self.model).__name__.removeprefix("FSDP"),
+            "architecture": type(self.model).__name__,
             "eos_token_id": self.model.generation_config.eos_token_id,
             "numel": sum(map(torch.numel, self.model.state_dict().values())),  # counts a tied head twice
             "parameters": sum(map(torch.numel, self.model.parameters())),  # counts it once

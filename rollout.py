@@ -534,7 +534,7 @@ def check_servable(info: dict, device: str):
 
 def served_weights(policy, dtype: torch.dtype):
     """Yield the policy's weights by name, without the head if vLLM's class of the model rejects one."""
-    has_no_head = type(policy.model).__name__.removeprefix("FSDP") in NO_HEAD
+    has_no_head = type(policy.model).__name__ in NO_HEAD
     for name, tensor in policy.weights(dtype):
         if name != "lm_head.weight" or not has_no_head:
             yield name, tensor

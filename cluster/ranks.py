@@ -204,7 +204,10 @@ def shard(model, ranks: Ranks, offload: bool) -> None:
             options["offload_policy"] = CPUOffloadPolicy()
     for layer in reversed(layers_of(model, "--policy-ranks")):  # inner layers before outer ones
         fully_shard(layer, mp_policy=precision, **options)
+    kind = type(model)
     fully_shard(model, **options)
+    # fully_shard makes a subclass. transformers saves the code of the class with this name and module.
+    type(model).__name__, type(model).__module__ = kind.__name__, kind.__module__
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,6 +394,23 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
     monkeypatch.setattr(policy_group, "RESERVE_TIMEOUT", 1.0)
     with pytest.raises(RuntimeError, match="rank: the Ray cluster lacks resources for 500 bundles"):
         group_of(500)
+
+
+def test_a_sharded_model_with_its_own_code_is_saved_with_this_code(model, one_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds its folder of modules.
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    model.save_pretrained(base)
+    code = "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+    code += "class Own(LlamaForCausalLM):\n    config_class = LlamaConfig\n"
+    (base / "modeling_own.py").write_text(code)
+    names = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "architectures": ["Own"]}
+    config = json.loads((base / "config.json").read_text()) | names
+    (base / "config.json").write_text(json.dumps(config))
+    one_rank(str(base), base, trust_remote_code=True).save(saved)
+    assert names.items() <= json.loads((saved / "config.json").read_text()).items()
+    assert {file.name: file.read_text() for file in saved.glob("*.py")} == {"modeling_own.py": code}
+    assert one_rank(str(base), saved, trust_remote_code=True).model_info()["architecture"] == "Own"
 
 
 def kill(group, rank, after):
