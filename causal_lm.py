@@ -38,6 +38,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
@@ -106,6 +107,14 @@ def check_settings(model, source: str) -> None:
             f"--model {source}: transformers cannot save the model's settings ({why}); correct its "
             "config.json or generation_config.json"
         ) from error
+
+
+def code_files(model) -> dict[str, bytes]:
+    """Return the Python files of a model with code of its own, by name, and name them in its config."""
+    if model._auto_class is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        return {file.name: file.read_bytes() for file in custom_object_save(model, folder, model.config)}
 
 
 def has_rounded_constants(model) -> bool:

@@ -36,6 +36,7 @@ from causal_lm import (
     check_logprobs,
     check_plain_head,
     checkpointed_layers,
+    code_files,
     compile_layers,
     count_adapters,
     layers_of,
@@ -408,6 +409,7 @@ class Policy:
     def model_info(self) -> dict:
         """Return the model properties that serving and saving need."""
         return {
+            "code": code_files(self.model),
             "config": self.model.config,
             "architecture": type(self.model).__name__,
             "eos_token_id": self.model.generation_config.eos_token_id,

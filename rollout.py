@@ -407,6 +407,8 @@ class PolicyServers:
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
         given = [arg.replace("_", "-") for arg in config.vllm_args]  # vLLM accepts both spellings of a flag.
         has_sums = not any(arg.startswith(EXTENSION[0]) for arg in given)
+        if policy.config.trust_remote_code:
+            fixed += ("--trust-remote-code",)
         if has_sums:
             fixed += EXTENSION
         if can_enable_tokens():
@@ -570,7 +572,7 @@ def model_files(info: dict, tokenizer) -> dict[str, bytes]:
         served.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths} | info["code"]
 
 
 PACK = 2**29  # number of bytes of weights in a file, unless a single tensor has more

@@ -25,7 +25,8 @@ class PolicyOptions:
     """Settings of the policy and its training. The defaults are the paper's for FAPO-7B."""
 
     model: str  # Policy model: a Hugging Face folder, or a Hub name such as Qwen/Qwen2.5-Math-7B.
-    trust_remote_code: bool = False  # Run the Python code that comes with the model.
+    # Run the Python code that comes with --model, also on its vLLM servers, but not the judge's code.
+    trust_remote_code: bool = False
     max_positions: int = 0  # New value of the model's max_position_embeddings; 0: keep the old value.
     temperature: float = 1.0  # Sampling temperature of rollouts; the loss uses it as well.
     max_response_length: int = 8192  # Maximum length of a response in tokens; longer responses are cut off.

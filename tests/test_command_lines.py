@@ -14,6 +14,7 @@ import pytest
 import forked
 import rollout
 from genrm_server import Config, VllmServer, resolve_config
+from settings import PolicyOptions
 
 ROOT = Path(__file__).parent.parent
 POLICY = str(ROOT / "toy/models/policy")
@@ -44,7 +45,7 @@ for name, line in json.loads(sys.argv[1]).items():
 """
 
 
-def policy_server(monkeypatch):
+def policy_server(monkeypatch, trust_remote_code=False):
     """Return the command of a policy server, with the configuration that PolicyServers makes."""
     seen = []
 
@@ -57,12 +58,13 @@ def policy_server(monkeypatch):
 
     class OnGpu:
         device = rollout.torch.device("cuda")
+        config = PolicyOptions(model=POLICY, trust_remote_code=trust_remote_code)
 
         def model_info(self):
             from transformers import AutoConfig
 
             shape = AutoConfig.from_pretrained(POLICY)
-            return {"config": shape, "architecture": "LlamaForCausalLM", "numel": 1}
+            return {"config": shape, "architecture": "LlamaForCausalLM", "numel": 1, "code": {}}
 
     from transformers import AutoTokenizer
 
@@ -73,11 +75,17 @@ def policy_server(monkeypatch):
     return seen[0]
 
 
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+def test_servers_of_the_policy_run_its_code_if_the_trainer_does(monkeypatch, trust_remote_code):
+    args = policy_server(monkeypatch, trust_remote_code).vllm_args
+    assert ("--trust-remote-code" in args) is trust_remote_code
+
+
 @pytest.mark.slow
 def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
     configs = {name: resolve_config(replace(mode, log_dir=tmp_path)) for name, mode in MODES.items()}
-    configs["policy server"] = policy_server(monkeypatch)
+    configs["policy server"] = policy_server(monkeypatch, trust_remote_code=True)
     lines = {}
     for name, config in configs.items():
         server = VllmServer(config, 3, 0, 1)
@@ -99,6 +107,7 @@ def test_vllm_takes_the_command_lines_of_all_modes(monkeypatch, tmp_path):
     assert found["with room for keys and values"]["kv_cache_memory_bytes"] == 4_000_000_000
     assert found["on CPU"]["dtype"] == "float32" and found["on CPU"]["enforce_eager"] is True
     policy = found["policy server"]
+    assert policy["trust_remote_code"] is True
     assert policy["logprobs_mode"] == "processed_logprobs" and policy["generation_config"] == "vllm"
     assert (policy["dtype"], policy["max_model_len"], policy["max_num_seqs"]) == ("bfloat16", 512, 64)
 

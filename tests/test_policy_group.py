@@ -32,6 +32,7 @@ from cluster.ranks import RankedPolicy, Ranks
 from cluster.servers import ClusterServers
 from cluster.weights import send
 from policy import Policy, RanksLost, Sample
+from rollout import model_files
 from run import Run
 from test_genrm_server import stand_in  # noqa: F401
 from test_policy import GROUPED, of_family
@@ -396,7 +397,9 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
         group_of(500)
 
 
-def test_a_sharded_model_with_its_own_code_is_saved_with_this_code(model, one_rank, tmp_path, monkeypatch):
+def test_a_sharded_model_with_its_own_code_is_saved_and_served_with_this_code(
+    model, tokenizer, one_rank, tmp_path, monkeypatch
+):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds its folder of modules.
     base, saved = tmp_path / "base", tmp_path / "saved"
@@ -407,7 +410,11 @@ def test_a_sharded_model_with_its_own_code_is_saved_with_this_code(model, one_ra
     names = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "architectures": ["Own"]}
     config = json.loads((base / "config.json").read_text()) | names
     (base / "config.json").write_text(json.dumps(config))
-    one_rank(str(base), base, trust_remote_code=True).save(saved)
+    rank = one_rank(str(base), base, trust_remote_code=True)
+    served = model_files(rank.model_info(), tokenizer)
+    assert served["modeling_own.py"].decode() == code
+    assert names.items() <= json.loads(served["config.json"]).items()
+    rank.save(saved)
     assert names.items() <= json.loads((saved / "config.json").read_text()).items()
     assert {file.name: file.read_text() for file in saved.glob("*.py")} == {"modeling_own.py": code}
     assert one_rank(str(base), saved, trust_remote_code=True).model_info()["architecture"] == "Own"
@@ -532,7 +539,7 @@ class Sender:
     device, reservation, starts, lost = CPU, None, 1, False
 
     def __init__(self, policy):
-        self.policy = policy
+        self.policy, self.config = policy, policy.config
 
     def model_info(self):
         return self.policy.model_info()
