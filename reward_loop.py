@@ -896,16 +896,14 @@ def connect_ray() -> bool:
                 break
         else:
             address = "local"
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread:  # The processes of Ray inherit this, and outlive the terminal until the run is saved.
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # The processes of Ray inherit the blocked signal, and outlive the terminal until the run is saved.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise RuntimeError(ray_failure(address, error_line(error))) from error
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGHUP, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # A signal that has arrived takes effect now.
     where = f"joined the cluster at {address} (set RAY_ADDRESS=local for a private cluster)"
     if address == "local":
         where = "started a cluster for this run"

@@ -462,6 +462,7 @@ class Run:
         """Start models, reward workers and servers; `stack` stops them in reverse order."""
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
+        self.interrupts = Interrupts()  # After Ray's start, because Ray also sets signal handlers.
         self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
         if config.rollout == "vllm":
             replace(config.policy_servers(), model=self.base_model, device=config.device).check()
@@ -494,7 +495,6 @@ class Run:
         if config.rollout == "vllm":
             self.start_servers(stack)
         stack.callback(self.cancelled.set)
-        self.interrupts = Interrupts()  # Last, because Ray also sets signal handlers.
 
     def start_rewards(self, stack, sleep_mode):
         penalty = length_penalty_of(self.config)

@@ -112,6 +112,8 @@ KEPT_BY = {
         "test_reward_loop.test_ctrl_c_does_not_wait_until_the_models_sleep",
         "test_run_folder.test_a_signal_waits_for_the_step_and_ends_the_run",
         "test_run_folder.test_a_closed_terminal_ends_the_run_after_the_step_and_nohup_keeps_it_going",
+        "test_reward_loop.test_a_terminal_that_is_closed_while_ray_starts_ends_the_run_afterwards",
+        "test_run.test_sigterm_during_the_start_ends_the_run_as_ctrl_c_does",
     ),
     "Sampled text is never re-tokenized, and tokens that the policy did not write are excluded from "
     "the update.": (

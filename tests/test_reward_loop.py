@@ -1650,6 +1650,27 @@ def test_why_ray_cannot_be_used_and_what_to_do(monkeypatch, address, error, prob
     assert text.startswith(problem) and text.endswith(remedy) and "\n" not in text
 
 
+def test_a_terminal_that_is_closed_while_ray_starts_ends_the_run_afterwards(monkeypatch):
+    """The processes of Ray are started meanwhile, and must outlive the terminal."""
+    hang_ups = []
+
+    def fails(*_, **settings):
+        subprocess.run(["sh", "-c", "kill -HUP $$"], check=True)
+        signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
+        assert not hang_ups
+        raise OSError("for the test")
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fails))
+    before = signal.signal(signal.SIGHUP, lambda *_: hang_ups.append(1))
+    try:
+        with pytest.raises(RuntimeError, match="for the test"):
+            reward_loop.connect_ray()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert hang_ups == [1]
+
+
 @pytest.mark.parametrize(("of_another_user", "problem"), [(0, "join the cluster"), (1, "start a cluster")])
 def test_only_a_cluster_of_this_user_is_joined(monkeypatch, of_another_user, problem):
     """Reward functions would run as the other user, with the keys of the run."""

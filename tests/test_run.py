@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+import signal
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
@@ -109,6 +110,21 @@ def test_servers_that_would_use_a_gpu_despite_device_cpu_are_refused_first(
     run = prepared(tmp_path, model, tokenizer, device="cpu", overlap=True)
     with pytest.raises(ValueError, match="--device cpu: vLLM 0.32.0 runs only on GPUs; "), run:
         pass
+
+
+def test_sigterm_during_the_start_ends_the_run_as_ctrl_c_does(tmp_path, model, tokenizer, monkeypatch):
+    """With Ray's own handler, the process ended with a stack trace or an abort."""
+    monkeypatch.setattr(reward_loop, "connect_ray", lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    monkeypatch.setattr(run_file.ray, "cluster_resources", dict)
+    monkeypatch.setattr(run_file.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(run_file, "note_start", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with pytest.raises(KeyboardInterrupt), prepared(tmp_path, model, tokenizer):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
 
 
 def test_a_batch_larger_than_the_file_is_said(tmp_path, model, tokenizer, capsys):
