@@ -567,14 +567,16 @@ class RewardLoopManager:
                 self._tasks.create_task(self._send(worker, batch))
 
     async def _send(self, worker, batch: dict[int, tuple[bool, bytes]]):
+        errors = self._ray.exceptions
         try:
             await worker.call("submit", batch)
-        except self._ray.exceptions.RayActorError:  # The worker died, or Ray lost the call.
+        except (errors.RayActorError, errors.TaskCancelledError):  # The worker died, or the call was lost.
             worker.ready = False  # _collect_from sets this to True when the worker responds again.
             self._requeue(worker, list(batch))
 
     async def _collect_from(self, worker):
         """Receive the results of one worker, and detect whether the worker dies or hangs."""
+        errors = self._ray.exceptions
         arrived = []
         while True:
             if worker.ready:
@@ -590,11 +592,12 @@ class RewardLoopManager:
                 worker.ready = False
                 self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
                 continue
-            except self._ray.exceptions.ActorUnavailableError:  # The worker restarts, or Ray lost the call.
+            except (errors.ActorUnavailableError, errors.TaskCancelledError):
+                # The worker restarts, Ray lost the call, or the function has cancelled all tasks.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
-            except self._ray.exceptions.RayActorError as error:
+            except errors.RayActorError as error:
                 raise start_error(error) from None
             finally:
                 warning.cancel()

@@ -296,14 +296,19 @@ class Scorer:
             self.is_spent = True
             raise FileChanged(self.changed)
 
-    async def score(self, payload: bytes) -> bytes:
-        """Call an async function once. Catch even SystemExit, which would otherwise end the worker."""
+    async def score(self, payload: bytes) -> bytes | None:
+        """Call an async function once. Return None if another call has cancelled this task.
+
+        This catches even SystemExit, which would otherwise end the worker.
+        """
         try:
             arguments = unpickled(payload)
             value = await self.function(**arguments)
             self.check_imports()
             return as_result(value, arguments.get("solution_strs"))
         except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                return None
             return failure("error", error_line(error, self.file), is_retryable(error))
 
     def score_sync(self, payload: bytes, runner: asyncio.Runner) -> bytes:
@@ -600,11 +605,12 @@ class RewardLoopWorker:
 
     def _cut_off(self, number, due):
         task, _ = self.running.pop(number)
-        task.cancel()  # The task may ignore this, but nothing waits for the task.
+        was_running = task.cancel()  # The task may ignore this, but nothing waits for the task.
         timeout = self.job.timeout
         result = failure("timeout", f"no result within {timeout:g} s")
-        if asyncio.get_running_loop().time() - due > 0.1:
-            result = None  # Another call blocked the event loop and used up the time.
+        if asyncio.get_running_loop().time() - due > 0.1 or not was_running:
+            # Another call blocked the event loop and used up the time, or cancelled this one before it began.
+            result = None
         self.report(number, result, time.monotonic() - timeout)
 
 

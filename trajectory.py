@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -757,7 +757,7 @@ class Rollouts:
             stop: If another thread sets this event, the rollouts end with a RuntimeError.
 
         Raises:
-            RuntimeError: The policy's servers fail, or `stop` was set.
+            RuntimeError: The servers fail, `stop` was set, or the function cancelled tasks of the run.
         """
         sampled_with = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
         sampling = sampling_parameters(**sampled_with)
@@ -782,6 +782,11 @@ class Rollouts:
                     round_seed = Random(f"{seed}/round {number}").getrandbits(32)
                 self.loop.call_soon_threadsafe(deliver, turns, sample(turns, seed=round_seed))
             ending.result()
+        except CancelledError:  # asyncio.all_tasks() contains the tasks of all rollouts.
+            raise RuntimeError(
+                f"--rollout-fn: the function in {self.file} cancelled tasks of the run; cancel only tasks "
+                "that the function started"
+            ) from None
         finally:
             ending.cancel()
 

@@ -123,9 +123,10 @@ KEPT_BY = {
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
     ),
     "A rollout function that fails, hangs or leaves tasks running loses only its own sample, unless it "
-    "blocks the event loop.": (
+    "blocks the event loop. If it cancels tasks that it did not start, the run ends with an error.": (
         "test_trajectory.test_a_rollout_that_fails_has_a_status_and_touches_no_other",
         "test_trajectory.test_no_way_of_failing_escapes_its_sample",
+        "test_trajectory.test_a_function_that_cancels_all_tasks_ends_the_run_and_is_named",
         "test_trajectory.test_what_a_failed_function_leaves_running_adds_nothing_and_stops_nobody",
         "test_trajectory.test_what_a_function_leaves_running_changes_nothing_that_is_scored",
         "test_trajectory.test_a_turn_that_a_function_leaves_running_changes_nothing_and_holds_up_nobody",

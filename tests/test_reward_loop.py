@@ -536,6 +536,16 @@ def test_sys_exit_in_a_task_costs_its_own_sample(start):
     assert results[9]["reward_score"] is None
 
 
+@pytest.mark.slow
+def test_a_function_that_cancels_all_tasks_costs_its_own_sample(shared):
+    """The other calls are repeated, and the worker's own `collect` as well."""
+    manager = shared("async_fault")
+    texts = ["one_later"] * 9 + ["cancel_all_tasks"] + ["one_later"] * 9
+    results = manager.score_batch([sample(text) for text in texts])
+    assert [result["status"] for result in results] == ["ok"] * 9 + ["error"] + ["ok"] * 9
+    assert "CancelledError" in results[9]["reward_extra_info"]["error"]
+
+
 def test_each_sample_has_its_own_extra_info(shared):
     info = {"list": ["a"]}
     samples = [sample("mutates", ground_truth=str(index), extra_info=info) for index in range(8)]

@@ -889,6 +889,17 @@ def test_no_way_of_failing_escapes_its_sample(function, failure, message, model,
     assert len(SWALLOWED) < 100  # the run does not wait until a function gives in
 
 
+def test_a_function_that_cancels_all_tasks_ends_the_run_and_is_named(model, tokenizer):
+    async def cancels_all_tasks(trajectory):
+        await trajectory.generate(max_tokens=2)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    message = f"^--rollout-fn: the function in {__file__} cancelled tasks of the run; cancel only tasks that"
+    with pytest.raises(RuntimeError, match=message):
+        rolled_out(cancels_all_tasks, model, tokenizer)
+
+
 def test_after_its_end_for_want_of_room_nothing_more_is_added(model, tokenizer):
     async def goes_on(trajectory):
         await trajectory.generate(max_tokens=2)

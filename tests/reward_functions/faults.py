@@ -109,6 +109,12 @@ async def async_fault(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0)
     if solution_str == "hang":
         await asyncio.Event().wait()
+    if solution_str == "cancel_all_tasks":  # also those of the worker
+        for task in asyncio.all_tasks():
+            task.cancel()
+    if solution_str in ("one_later", "cancel_all_tasks"):
+        await asyncio.sleep(0.3)
+        return 1.0
     if solution_str == "hang_stubbornly":  # it cannot be cancelled
         while True:
             try:
