@@ -29,6 +29,7 @@ import csv
 import importlib
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -553,9 +554,12 @@ def write_table(out: Path, rows: list[dict], schema=None, names: str = "") -> di
         before = pq.read_metadata(out).num_rows
         if before != len(rows):
             replaced = f" (replaces {before} rows)"
-    partial = out.with_suffix(".partial")
-    pq.write_table(table, partial)
-    partial.replace(out)
+    partial = out.with_suffix(f".{os.getpid()}.partial")  # Another process may be writing the same file.
+    try:
+        pq.write_table(table, partial)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
     text = f"{out}: {len(rows)} rows{replaced}"
     if names:
         first = json.dumps(rows[0], ensure_ascii=False)[:1500]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -721,3 +722,27 @@ def test_nothing_large_is_loaded_before_it_is_needed():
 def test_every_task_has_a_source():
     tasks = set(prepare_data.Task.__args__)
     assert tasks == {source.task for source in SOURCES} | {"toy", "all"}
+
+
+def test_a_file_that_two_processes_write_at_the_same_time_is_complete(tmp_path, monkeypatch):
+    """Two recipes that start together on a fresh checkout do this. Neither leaves anything behind."""
+    write = pq.write_table
+    out, rows = tmp_path / "toy_train.parquet", [{"answer": "7"}]
+
+    def write_table(*given):
+        write(*given)
+        with monkeypatch.context() as another_process:
+            another_process.setattr(os, "getpid", lambda: 7)
+            another_process.setattr(pq, "write_table", write)
+            prepare_data.write_table(out, rows)
+
+    def fails(table, path):
+        path.write_text("half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", write_table)
+    prepare_data.write_table(out, rows)
+    monkeypatch.setattr(pq, "write_table", fails)
+    with pytest.raises(OSError, match="No space left"):
+        prepare_data.write_table(out, rows)
+    assert pq.read_table(out).to_pylist() == rows and list(tmp_path.iterdir()) == [out]
