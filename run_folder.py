@@ -86,24 +86,32 @@ def check_folder(config, dry_run: bool = False):
             lock = open(path, "a")
     except OSError as error:
         raise OSError(f"--out-dir {out_dir}: {error.strerror}; pass another directory") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"--out-dir {out_dir}: is in use by another run; wait until it ends, or pass another directory"
-        ) from None
-    except OSError as error:
-        lock.close()
-        raise OSError(
-            f"--out-dir {out_dir}: its file system does not support file locks ({error.strerror}); mount it "
-            "with lock support (Lustre: -o flock), or pass another directory"
-        ) from error
+    lock_file(lock, f"--out-dir {out_dir}", "directory")
     if dry_run:
         fcntl.flock(lock, fcntl.LOCK_UN)
         return lock
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by runs that were killed while saving
         shutil.rmtree(rest, ignore_errors=True)
     return lock
+
+
+def lock_file(file, where: str, kind: str) -> None:
+    """Lock an open file until it is closed.
+
+    `where` begins the error if that fails, and `kind` is what the user can pass instead: a file or directory.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{where}: is in use by another run; wait until it ends, or pass another {kind}"
+        ) from None
+    except OSError as error:
+        file.close()
+        raise OSError(
+            f"{where}: its file system does not support file locks ({error.strerror}); mount it "
+            f"with lock support (Lustre: -o flock), or pass another {kind}"
+        ) from error
 
 
 def check_room(config, step: int, checkpoint: float) -> None:

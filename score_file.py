@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from command_line import one_line_errors, parse_command_line
 from prepare_data import checked_row, errors_at, read_rows
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
 from reward_worker import check_files
-from run_folder import averages, no_verdict_rate, read_lines
+from run_folder import averages, lock_file, no_verdict_rate, read_lines
 
 COLUMNS = {
     "reward_score": pyarrow.float64(),  # Without a type, a column with only None would get the type null.
@@ -53,13 +52,11 @@ def scored_before(partial: Path, header: dict, resume: bool) -> dict[int, dict]:
 
     Each start of a run adds its header to the file. Raises ValueError if the file belongs to another run.
     """
-    if not partial.exists():
-        return {}
-    if not resume:
-        raise ValueError(f"{partial} is from an interrupted run; pass --resume or delete the file")
     done = {}
     entries, _ = read_lines(partial)  # Truncated lines are skipped: the last line of each start may be one.
-    for number, entry in enumerate(entries or [None]):
+    if entries and not resume:
+        raise ValueError(f"{partial} is from an interrupted run; pass --resume or delete the file")
+    for number, entry in enumerate(entries):
         if number == 0 or isinstance(entry, dict):
             changed = changes_between(entry, header)
             if changed:
@@ -89,25 +86,25 @@ def score_samples(
     Returns:
         {key: result}, the number of samples that were scored now, and the seconds this took.
     """
-    done = scored_before(partial, header, resume)
-    for group in groups:
-        if not done.keys() >= set(group):
-            for key in group:
-                done.pop(key, None)
-    if done:
-        print(f"resuming: {len(done):,} of {len(samples):,} samples already have a score")
-    left = [key for key in samples if key not in done]
-    try:  # before a judge starts, which takes minutes
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=partial.parent).close()
-    except OSError as error:
-        why = f"--out: cannot write to {partial.parent} ({error.strerror}); pass another folder"
-        raise OSError(why) from error
     with contextlib.ExitStack() as stack:
+        try:  # before a judge starts, which takes minutes
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # line by line
+        except OSError as error:
+            why = f"--out: cannot write to {partial.parent} ({error.strerror}); pass another folder"
+            raise OSError(why) from error
+        lock_file(file, f"--out: {partial}", "file")
+        done = scored_before(partial, header, resume)
+        for group in groups:
+            if not done.keys() >= set(group):
+                for key in group:
+                    done.pop(key, None)
+        if done:
+            print(f"resuming: {len(done):,} of {len(samples):,} samples already have a score")
+        left = [key for key in samples if key not in done]
         files = options.make_job().files
         manager = start_rewards(options, stack)
         check_files(files)  # The header describes these versions.
-        file = stack.enter_context(partial.open("a", encoding="utf-8", buffering=1))  # line by line
         file.write("\n" if file.tell() else "")  # The last line may be truncated.
         file.write(json.dumps(header) + "\n")
 
@@ -229,7 +226,7 @@ def run(config: Config):
     check(done, 1)
     results = [done[row] for row in samples]
     write_rows(rows, results, config.data, config.out)
-    partial.unlink()
+    partial.unlink(missing_ok=True)  # Another run may have read the results and finished first.
     print(f"scored {count:,} samples in {seconds:.1f} s ({count / seconds:,.0f} samples/s)")
     print(summary(results) + f"\nwritten to {config.out}")
 

@@ -470,6 +470,37 @@ def test_empty_cells_of_a_table_are_null_in_jsonl(tmp_path):
     assert (written["0.1"], written["big"]) == (0.1, 1 << 70)
 
 
+@pytest.mark.parametrize("written", ["", '{"genrm": [], "da'])
+def test_a_file_without_a_complete_header_is_begun_again(tmp_path, monkeypatch, written):
+    """The disk may be full at the first write."""
+    score_files_here(monkeypatch)
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
+    config = score_file.Config(data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{FAULTS}:sync_fault")
+    partial = tmp_path / "scored.jsonl.partial.jsonl"
+    for resume in (False, True):
+        partial.write_text(written)
+        config.out.unlink(missing_ok=True)
+        score_file.run(dataclasses.replace(config, resume=resume))
+        assert json.loads(config.out.read_text())["reward_score"] == 1.0 and not partial.exists()
+
+
+def test_a_file_is_scored_by_one_run_at_a_time(tmp_path, monkeypatch):
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
+    config = score_file.Config(data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{FAULTS}:sync_fault")
+    config.resume = True
+
+    def start_rewards(options, stack):
+        with pytest.raises(
+            ValueError, match=r"^--out: .*partial.jsonl: is in use by another run; wait until"
+        ):
+            score_file.run(config)  # as another process does
+        return RewardsHere(options)
+
+    monkeypatch.setattr(score_file, "start_rewards", start_rewards)
+    score_file.run(config)
+    assert json.loads(config.out.read_text())["reward_score"] == 1.0
+
+
 def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
     data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
     config = score_file.Config(
