@@ -746,6 +746,15 @@ class Interrupts:
         signal.signal(signal.SIGTERM, self.handle)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP.
             signal.signal(signal.SIGHUP, self.handle)
+        os.register_at_fork(after_in_child=self.restore_defaults)
+
+    def restore_defaults(self):
+        """Give a process that a tool forks Python's own handlers, so that the tool can end it."""
+        handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+        handlers[signal.SIGINT] = signal.default_int_handler
+        for number, handler in handlers.items():
+            if signal.getsignal(number) == self.handle:
+                signal.signal(number, handler)
 
     def handle(self, number, _):
         if number == signal.SIGHUP:  # The terminal is gone, and writing to it would fail.

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import MISSING, asdict, fields
 from importlib import metadata
@@ -90,6 +91,9 @@ def check_folder(config, dry_run: bool = False):
     if dry_run:
         fcntl.flock(lock, fcntl.LOCK_UN)
         return lock
+    # Processes that a rollout function forks would otherwise keep the directory locked after the run.
+    known = weakref.ref(lock)  # A lock that nobody keeps is closed.
+    os.register_at_fork(after_in_child=lambda: known() and known().close())
     for rest in out_dir.glob("checkpoints/.step_*.tmp"):  # left by runs that were killed while saving
         shutil.rmtree(rest, ignore_errors=True)
     return lock

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -1103,6 +1104,35 @@ def test_a_rank_that_dies_after_ctrl_c_starts_no_new_ranks():
     run = SimpleNamespace(interrupts=SimpleNamespace(asked=True))
     with pytest.raises(KeyboardInterrupt):
         Run.recover(run, RanksLost("a rank of the policy died"))
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", -15), ("SIGHUP", -1), ("SIGINT", 1)])
+def test_a_process_that_a_tool_forks_reacts_to_signals_as_without_a_trainer(name, code):
+    """With --overlap, a tool may fork it while the trainer delays signals until the end of its update."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    interrupts, forking = Interrupts(), multiprocessing.get_context("fork")
+    ready = forking.Event()
+
+    def run_code():
+        ready.set()
+        time.sleep(60)
+
+    process = forking.Process(target=run_code)
+    try:
+        with interrupts.held():
+            process.start()
+            assert ready.wait(10)
+            os.kill(process.pid, getattr(signal, name))
+            process.join(5)
+            assert process.exitcode == code
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupts.asked  # The trainer still delays its own signals.
+            interrupts.asked = False
+    finally:
+        process.kill()
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -836,14 +836,20 @@ def test_a_file_system_without_locks_is_named_with_a_remedy(tmp_path, monkeypatc
 
 
 def test_a_run_that_was_killed_holds_nothing(tmp_path):
+    """Neither do the processes that its rollout function forked, which may live on."""
     code = f"""
         from types import SimpleNamespace
-        import os, run_folder
+        import os, run_folder, sys
         lock = run_folder.check_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto"))
+        if os.fork() == 0:
+            print("forked")
+            sys.stdin.read()
         os.kill(os.getpid(), 9)
     """
-    in_another_process(code).wait()
-    run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto")).close()
+    with in_another_process(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == "forked\n"
+        run.wait()
+        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto")).close()
 
 
 STEP = """
