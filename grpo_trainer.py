@@ -294,7 +294,7 @@ def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]])
     With --dynamic-sampling, only groups with a learning signal are returned.
     """
     batch.groups += groups
-    is_first = batch.step == 1 and batch.rounds == 1
+    is_first = batch.step == run.first_step and batch.rounds == 1
     config = run.config
     groups_to_train = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
     check_results(run, batch, groups, "train")

@@ -88,6 +88,7 @@ class Run:
         self.lock = check_folder(config, config.dry_run)  # No other run may use the directory now.
         try:
             state = self.find_checkpoint()
+            self.first_step = self.step + 1  # of this process
             self.check_evaluation()
             self.read_tokenizer()
             self.read_data()

@@ -131,7 +131,7 @@ def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, mo
     log = SimpleNamespace(samples=lambda *arguments: None)
     config = config_of(max_no_verdict_rate=0.5)
     run = SimpleNamespace(config=config, decode=decode, log=log, recent_verdicts=defaultdict(list))
-    run.val_rows = []
+    run.val_rows, run.first_step = [], 1
     monkeypatch.setattr(grpo_trainer, "roll_out", lambda *arguments: None)
     monkeypatch.setattr(grpo_trainer, "wait_for_rewards", lambda *arguments: groups)
     stopped = None

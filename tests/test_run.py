@@ -27,8 +27,8 @@ from causal_lm import check_reading
 from policy import Policy, Sample
 from rollout import WeightFolder, model_files
 from run import load_rows
-from test_grpo_trainer import prepared, run_config
-from tiny import a_step, config_of, groups_of
+from test_grpo_trainer import prepared, run_config, scored
+from tiny import a_step, config_of, groups_of, worked
 from toy import toy_world
 
 
@@ -487,6 +487,22 @@ def test_a_run_that_resumes_with_another_reward_function_says_so(tmp_path, model
     run.compare_scoring()
     assert not capsys.readouterr().out
     run.lock.close()
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_first_step_after_each_start_checks_that_the_advantage_has_its_keys(
+    tmp_path, model, tokenizer, is_resumed
+):
+    """A run may resume with another advantage or reward function."""
+    if is_resumed:
+        write_checkpoint(tmp_path, model, tokenizer)
+    run = prepared(tmp_path, model, tokenizer, resume="auto", **worked("vppo"))
+    run.lock.close()
+    groups = [[scored(1.0, acc=True), scored(0.0, acc=False)]]
+    later, first = (grpo_trainer.Batch(run.step + ahead, 1.0, rounds=1) for ahead in (2, 1))
+    grpo_trainer.compute_group_advantages(run, later, groups)
+    with pytest.raises(RuntimeError, match="no result has the key first_wrong, which --advantage needs"):
+        grpo_trainer.compute_group_advantages(run, first, groups)
 
 
 @pytest.mark.parametrize("judges", [["strict=h:2", "quick=h:1"], ["judge=h:1", "strict=h:2"], ["quick=h:1"]])
