@@ -509,25 +509,15 @@ class Run:
             self.rollout_runner.start()
             stack.callback(self.rollout_runner.close)
 
-    def start_policy(self, stack):
-        config = self.config
+    @contextlib.contextmanager
+    def loading(self):
+        """Raise an error with a remedy if this context cannot load the policy or its optimizer."""
         try:
-            if config.device == "cpu" and config.policy_ranks == 1:
-                self.policy = Policy(config, self.resume_from, torch.device("cpu"))
-            else:
-                from cluster.policy_group import PolicyGroup
-
-                self.policy = PolicyGroup(config, self.resume_from, self.reservation)
-                stack.callback(self.policy.shutdown)
-            if self.step:
-                self.policy.load_optimizer(Path(self.resume_from))
+            yield
         except (ValueError, RanksLost):
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
-            cause = error
-            if isinstance(error, CheckpointException):  # Its text begins with a traceback.
-                cause, _ = next(iter(error.failures.values()))
-            why = reward_worker.error_line(cause).rpartition(r"\n")[2]
+            why = reward_worker.error_line(first_cause(error)).rpartition(r"\n")[2]
             if re.search("(?i)out of memory|can('t|not) allocate memory", why):
                 remedy = "stop other programs that use the memory, or estimate what the run needs with "
                 remedy += "python -m tools.plan_run"
@@ -539,6 +529,19 @@ class Run:
                 remedy = "if the run started with other settings of the model or LoRA, pass them; if one of "
                 remedy += "its files is truncated, delete the checkpoint to resume from the previous one"
             raise ValueError(f"cannot load {self.resume_from} ({why}); {remedy}") from error
+
+    def start_policy(self, stack):
+        config = self.config
+        with self.loading():
+            if config.device == "cpu" and config.policy_ranks == 1:
+                self.policy = Policy(config, self.resume_from, torch.device("cpu"))
+            else:
+                from cluster.policy_group import PolicyGroup
+
+                self.policy = PolicyGroup(config, self.resume_from, self.reservation)
+                stack.callback(self.policy.shutdown)
+            if self.step:
+                self.policy.load_optimizer(Path(self.resume_from))
         info = self.policy.model_info()
         kinds = self.model_config.model_type, info["config"].model_type
         if kinds[0] != kinds[1]:
@@ -589,10 +592,10 @@ class Run:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))
         except RanksLost:
             raise
-        except Exception as error:  # On a full disk, safetensors and torch raise various exceptions.
+        except (Exception, CheckpointException) as error:  # A full disk raises various exceptions.
             raise RuntimeError(
-                f"the checkpoint of step {self.step} could not be written ({error}); --resume auto resumes "
-                f"after step {self.saved_step}"
+                f"the checkpoint of step {self.step} could not be written ({first_cause(error)}); "
+                f"--resume auto resumes after step {self.saved_step}"
             ) from error
         self.saved_step = self.step
         shutil.rmtree(self.merged_dir, ignore_errors=True)  # This model is from an older checkpoint.
@@ -649,9 +652,10 @@ class Run:
         count = f"attempt {self.num_restarts} of --max-restarts {self.config.max_restarts}"
         print(f"{error}; restarting the ranks after step {self.saved_step} ({count})")
         try:
-            self.policy.restart(self.resume_from)
-            if self.step:
-                self.policy.load_optimizer(Path(self.resume_from))
+            with self.loading():
+                self.policy.restart(self.resume_from)
+                if self.step:
+                    self.policy.load_optimizer(Path(self.resume_from))
             if self.servers:
                 self.servers.sync()
         except RanksLost as again:
@@ -659,6 +663,13 @@ class Run:
             return
         self.num_updates = self.policy.num_updates
         self.log.rewind(self.saved_step)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return `error`, or the first error of a CheckpointException, whose text begins with a traceback."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return error
 
 
 def template_options(config, tokenizer, now: datetime | None = None) -> dict:

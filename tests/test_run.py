@@ -24,7 +24,7 @@ import reward_loop
 import run as run_file
 import run_folder
 from causal_lm import check_reading
-from policy import Policy, Sample
+from policy import Policy, RanksLost, Sample
 from rollout import WeightFolder, model_files
 from run import load_rows
 from test_grpo_trainer import prepared, run_config, scored
@@ -413,11 +413,34 @@ def test_a_cut_optimizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     run = prepared(tmp_path, model, tokenizer, resume="auto")
     load(run)
     cut(checkpoint / "optimizer" / name)
-    with pytest.raises(ValueError) as refused:
-        load(run)
     message = r"cannot load .*step_1 \(\w+Error: .*\); .* "
     message += "delete the checkpoint to resume from the previous one"
+    with pytest.raises(ValueError) as refused:
+        load(run)
     assert re.fullmatch(message, str(refused.value))
+    run.interrupts = SimpleNamespace(asked=False)
+    run.policy.restart = lambda source: None
+    with pytest.raises(ValueError) as refused:
+        run.recover(RanksLost("a rank of the policy died"))
+    assert re.fullmatch(message, str(refused.value))
+
+
+def test_an_optimizer_that_cannot_be_written_is_named_in_one_line(tmp_path, model, tokenizer):
+    write_checkpoint(tmp_path, model, tokenizer)
+    run = prepared(tmp_path, model, tokenizer, resume="auto")
+    load(run)
+    save = run.policy.save
+
+    def save_where_something_is_in_the_way(folder):
+        (folder / "optimizer/__0_0.distcp").mkdir(parents=True)
+        save(folder)
+
+    run.policy.save = save_where_something_is_in_the_way
+    run.step = 2
+    message = r"the checkpoint of step 2 could not be written \(.*Is a directory: .*__0_0.distcp.*\); "
+    with pytest.raises(RuntimeError) as stopped:
+        run.save()
+    assert re.fullmatch(message + "--resume auto resumes after step 1", str(stopped.value))
 
 
 def test_too_little_memory_at_a_resume_does_not_blame_the_checkpoint(tmp_path, model, tokenizer, monkeypatch):
