@@ -89,6 +89,7 @@ class Run:
         try:
             state = self.find_checkpoint()
             self.first_step = self.step + 1  # of this process
+            self.scored_by = state.get("scored_by")
             self.check_evaluation()
             self.read_tokenizer()
             self.read_data()
@@ -168,17 +169,20 @@ class Run:
                 f"--model {before}, unless both models are the same"
             )
 
-    def compare_scoring(self):
-        """Print a warning if the previous start had another reward function or other reward models."""
-        starts, _ = read_lines(Path(self.config.out_dir, "starts.jsonl"))
-        if not self.step or len(starts) < 2 or not starts[-2].get("scored_by"):
+    def compare_scoring(self, now: dict):
+        """Print a warning if another reward function or other reward models scored the steps so far."""
+        before = self.scored_by
+        self.scored_by = now
+        if not self.step or not before:  # Older checkpoints do not say what scored their samples.
             return
-        changed = reward_loop.changes_between(starts[-2]["scored_by"], starts[-1]["scored_by"])
+        changed = reward_loop.changes_between(before, now)
         if changed:
             print(
                 f"resuming with a different judge or reward function (not the same: {', '.join(changed)}); "
                 f"rewards before and after step {self.step} cannot be compared"
             )
+        for name in now["models"]:  # A server that does not respond now may have its earlier model.
+            now["models"][name] = now["models"][name] or before["models"].get(name)
 
     def compare_prompts(self, before: dict):
         """Print a warning if the run is resumed with other prompts, or in another order, than `before`."""
@@ -475,8 +479,9 @@ class Run:
             stack.callback(self.reservation.close)
         job = config.make_job()
         self.scoring_files = job.files
-        note_start(config, self.step, config.scored_by(job))
-        self.compare_scoring()
+        scored_by = config.scored_by(job)
+        note_start(config, self.step, scored_by)
+        self.compare_scoring(scored_by)
         self.log = Log(config, self.step)
         if import_tools():
             folder = shlex.quote(str(config.out_dir))
@@ -587,6 +592,7 @@ class Run:
             "started": self.started.isoformat(),
             "prompts": self.prompts_hash,
             "model": self.first_model,
+            "scored_by": self.scored_by,
         }
         try:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))

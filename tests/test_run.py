@@ -475,8 +475,7 @@ def test_a_run_that_resumes_with_another_judge_says_so(tmp_path, model, tokenize
     for version, told in (("1st", 0), ("1st", 0), ("2nd judge", 1), ("2nd judge", 0)):
         if told or not (judge / "model.safetensors").exists():
             (judge / "model.safetensors").write_text(version)
-        run_folder.note_start(run.config, run.step, run.config.scored_by(run.config.make_job()))
-        run.compare_scoring()
+        run.compare_scoring(run.config.scored_by(run.config.make_job()))
         line = "resuming with a different judge or reward function (not the same: the model genrm); rewards "
         assert capsys.readouterr().out.count(line) == told
     run.lock.close()
@@ -500,14 +499,12 @@ def test_a_run_that_resumes_with_another_reward_function_says_so(tmp_path, model
         if changes.pop("edit", False):
             file.write_text(source.replace("return bonus", "return bonus + 1"))
         config = dataclasses.replace(run.config, **begun | changes)
-        run_folder.note_start(config, run.step, config.scored_by(config.make_job()))
-        run.compare_scoring()
+        run.compare_scoring(config.scored_by(config.make_job()))
         line = f"resuming with a different judge or reward function (not the same: {told}); rewards before "
         output = capsys.readouterr().out
         assert (line in output) == ("different judge or reward function" in output) == bool(told)
     run.step = 0  # A run that has not trained yet has no rewards to compare.
-    run_folder.note_start(config, run.step, {"reward_fn": "other.py:rule"})
-    run.compare_scoring()
+    run.compare_scoring({"reward_fn": "other.py:rule"})
     assert not capsys.readouterr().out
     run.lock.close()
 
@@ -528,6 +525,30 @@ def test_the_first_step_after_each_start_checks_that_the_advantage_has_its_keys(
         grpo_trainer.compute_group_advantages(run, first, groups)
 
 
+def test_scores_are_compared_with_those_of_the_checkpoint(tmp_path, model, tokenizer, monkeypatch, capsys):
+    """A start that trains nothing changes nothing, and a judge that is down may be the same as before."""
+    judge = None
+    monkeypatch.setattr(reward_loop, "served_models", lambda addresses, chosen: {"genrm": judge})
+    write_checkpoint(tmp_path, model, tokenizer)
+    for judge, trains, told in (
+        ("A", True, False),  # An older checkpoint does not name the judge.
+        ("B", False, True),
+        ("A", False, False),
+        (None, True, False),
+        ("A", False, False),
+        ("B", True, True),
+        ("B", False, False),
+    ):
+        run = prepared(tmp_path, model, tokenizer, resume="auto", router_address=("h:1",))
+        run.compare_scoring(run.config.scored_by(run.config.make_job()))
+        if trains:
+            load(run)
+            run.step += 1
+            run.save()
+        run.lock.close()
+        assert ("not the same: the model genrm" in capsys.readouterr().out) == told
+
+
 @pytest.mark.parametrize("judges", [["strict=h:2", "quick=h:1"], ["judge=h:1", "strict=h:2"], ["quick=h:1"]])
 def test_a_run_that_resumes_with_judges_of_other_names_or_in_another_order_says_so(
     tmp_path, model, tokenizer, capsys, judges
@@ -539,8 +560,7 @@ def test_a_run_that_resumes_with_judges_of_other_names_or_in_another_order_says_
     run = prepared(tmp_path, model, tokenizer, resume="auto", router_address=begun, reward_fn=reward)
     for addresses in (begun, begun, judges):
         config = dataclasses.replace(run.config, router_address=tuple(addresses))
-        run_folder.note_start(config, run.step, config.scored_by(config.make_job()))
-        run.compare_scoring()
+        run.compare_scoring(config.scored_by(config.make_job()))
     names = ", ".join(judge.split("=")[0] for judge in judges)
     line = f"(not the same: the names of the models (quick, strict; now {names})); rewards before and "
     assert capsys.readouterr().out.count("resuming with a different judge or reward function " + line) == 1
