@@ -329,7 +329,9 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
         remedy = "fix the rollout function, because failed rollouts get no reward"
         stop(run, batch, split, failed[0], complaint, remedy)
     recent = run.recent_verdicts[split]
-    recent.append(verdict_counts(sample.result for sample in chain(*without_failures(groups))))
+    counts = verdict_counts(sample.result for sample in chain(*without_failures(groups)))
+    counts["step"] = batch.step  # A resumed run drops the counts of steps that it repeats.
+    recent.append(counts)
     while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
         del recent[0]
     ended = [sample for sample in samples if not sample.failure]

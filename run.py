@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -83,8 +83,6 @@ class Run:
         self.num_updates = 0  # optimizer steps taken by the end of the latest step
         self.num_evaluations = 0  # since this process started
         self.started = datetime.now()  # when the run first started; a resumed run keeps this time
-        # For each split, the counts of run_folder.verdict_counts in the latest steps.
-        self.recent_verdicts = defaultdict(list)
         self.lock = check_folder(config, config.dry_run)  # No other run may use the directory now.
         try:
             state = self.find_checkpoint()
@@ -129,6 +127,11 @@ class Run:
         self.num_prompts_trained = state["prompts_drawn"]  # drawn by completed steps
         self.num_prompts_drawn = state["prompts_drawn"]  # drawn by completed and current steps
         self.prefetched = None  # The batch that is sampled during the update (--overlap).
+        # For each split, the counts of run_folder.verdict_counts in the latest steps.
+        self.recent_verdicts = defaultdict(list)
+        for split, recent in state.get("verdicts", {}).items():
+            # With --overlap, verdicts of the next step may have been counted before the checkpoint was saved.
+            self.recent_verdicts[split] = [Counter(one) for one in recent if one["step"] <= self.step]
         return state
 
     def settings_before(self) -> dict:
@@ -593,6 +596,7 @@ class Run:
             "prompts": self.prompts_hash,
             "model": self.first_model,
             "scored_by": self.scored_by,
+            "verdicts": self.recent_verdicts,
         }
         try:
             self.resume_from = str(save_checkpoint(self.policy, self.tokenizer, state, self.config))

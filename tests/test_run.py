@@ -27,7 +27,7 @@ from causal_lm import check_reading
 from policy import Policy, RanksLost, Sample
 from rollout import WeightFolder, model_files
 from run import load_rows
-from test_grpo_trainer import prepared, run_config, scored
+from test_grpo_trainer import judged, prepared, run_config, scored
 from tiny import a_step, config_of, groups_of, worked
 from toy import toy_world
 
@@ -547,6 +547,32 @@ def test_scores_are_compared_with_those_of_the_checkpoint(tmp_path, model, token
             run.save()
         run.lock.close()
         assert ("not the same: the model genrm" in capsys.readouterr().out) == told
+
+
+def test_lost_verdicts_of_several_steps_count_together_in_a_resumed_run(tmp_path, model, tokenizer):
+    """Steps that are repeated, as after the loss of a rank, count once."""
+
+    def count(step, kind):
+        batch = grpo_trainer.Batch(step, 1.0, rounds=1)
+        groups = [[judged(kind) for _ in range(10)] + [judged("wrong") for _ in range(30)]]
+        grpo_trainer.compute_group_advantages(run, batch, groups)
+
+    for step, kind in ((1, "right"), (2, "down"), (3, "down")):
+        run = prepared(tmp_path, model, tokenizer, resume="auto")
+        run.lock.close()
+        run.policy, run.log = SimpleNamespace(save=model.save_pretrained), SimpleNamespace(samples=print)
+        if step == 3:
+            break
+        count(step, kind)
+        if step == 2:
+            run.find_checkpoint()
+            count(step, kind)
+        else:
+            count(2, "down")  # with --overlap, before step 1 is saved
+        run.step = step
+        run.save()
+    with pytest.raises(RuntimeError, match="step 3: 100% of the samples that needed a verdict have none"):
+        count(step, kind)
 
 
 @pytest.mark.parametrize("judges", [["strict=h:2", "quick=h:1"], ["judge=h:1", "strict=h:2"], ["quick=h:1"]])
