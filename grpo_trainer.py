@@ -46,7 +46,7 @@ from algorithm import set_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
-from run_folder import batch_metrics, done_line, validation_metrics, verdict_counts
+from run_folder import batch_metrics, done_line, has_evaluation, validation_metrics, verdict_counts
 
 # With fewer samples that need a verdict, one lost verdict says little about the judge.
 MIN_VERDICTS = 20
@@ -348,7 +348,9 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
 
 def stop(run: Run, batch: Batch, split: str, sample: Sample, complaint: str, remedy: str) -> None:
     """Write the samples of a batch for diagnosis, and raise RuntimeError. `sample` is the first bad one."""
-    run.log.samples(batch.step, split, batch.groups, run.decode)
+    # If this step has been evaluated before, the samples stay, because the metrics do.
+    if split == "train" or not has_evaluation(run.log.history[-1]):
+        run.log.samples(batch.step, split, batch.groups, run.decode)
     raise RuntimeError(
         f"step {batch.step}: {complaint} (--max-no-verdict-rate {run.config.max_no_verdict_rate:g}); "
         f'{remedy}. The first such sample has the status "{sample.result["status"]}": '

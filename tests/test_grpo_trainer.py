@@ -128,7 +128,7 @@ DOWN = {"down": 4, "wrong": 4}  # a step of 8 samples without a judge
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, monkeypatch):
     """Neither does an evaluation, which counts apart from training."""
-    log = SimpleNamespace(samples=lambda *arguments: None)
+    log = SimpleNamespace(samples=lambda *arguments: None, history=[{}])
     config = config_of(max_no_verdict_rate=0.5)
     run = SimpleNamespace(config=config, decode=decode, log=log, recent_verdicts=defaultdict(list))
     run.val_rows, run.first_step = [], 1
@@ -650,6 +650,11 @@ def test_a_checkpoint_is_evaluated_when_it_has_gone_further_than_it_should(works
     grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
     line = lines_of(workshop / "further/metrics.jsonl")[-1]
     assert line["step"] == 1 and {"val/toy/mean@1", "val/toy/mean@2", "reward/mean"} <= line.keys()
+    samples = (workshop / "further/samples.jsonl").read_text()
+    options["reward_fn"] = f"{workshop}/reward.py:silent"  # The metrics stay, and so do their samples.
+    with pytest.raises(RuntimeError, match="100% of the samples that needed a verdict have none"):
+        grpo_trainer.train(run_config(workshop, "further", total_steps=0, resume="auto", **options))
+    assert (workshop / "further/samples.jsonl").read_text() == samples
 
 
 def test_papo_normalises_answer_and_reasoning_apart():
