@@ -216,12 +216,12 @@ def parse_lines(text: str) -> tuple[list[dict], int]:
     return lines, torn
 
 
-def write_lines(path: Path, lines: list[dict]) -> None:
-    """Replace a JSONL file atomically, so that a crash leaves either its old or its new content."""
+def write_lines(path: Path, lines: list[dict], indent: int | None = None) -> None:
+    """Replace a file of JSON objects atomically, so that a crash leaves either its old or its new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", errors=AS_JSON) as file:
         for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.write(json.dumps(line, ensure_ascii=False, indent=indent) + "\n")
     temporary.replace(path)
 
 
@@ -561,8 +561,7 @@ def note_start(config, step: int, scored_by: dict | None = None) -> None:
 
     Neither file contains secrets.
     """
-    settings = json.dumps(without_secrets(asdict(config)), indent=2)
-    Path(config.out_dir, "config.json").write_text(settings + "\n")
+    write_lines(Path(config.out_dir, "config.json"), [without_secrets(asdict(config))], indent=2)
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "ray", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -587,8 +586,8 @@ def note_start(config, step: int, scored_by: dict | None = None) -> None:
         "machine": f"{platform.node()}: {', '.join(hardware)}, device {config.device}",
         "scored_by": scored_by,
     }
-    with open(Path(config.out_dir, "starts.jsonl"), "a") as file:
-        file.write(json.dumps(line) + "\n")
+    starts = Path(config.out_dir, "starts.jsonl")
+    write_lines(starts, [*read_lines(starts)[0], line])  # An earlier start may have left half a line.
 
 
 # ---- metrics of a step or an evaluation

@@ -706,6 +706,19 @@ def test_the_files_about_a_start_contain_no_secrets(tmp_path, monkeypatch):
     assert json.loads(start.read_text())["command"].endswith(f"'--reward-kwargs={json.dumps(kept)}'")
 
 
+def test_a_start_that_was_cut_off_spoils_neither_file(tmp_path):
+    config, starts = (tmp_path / name for name in ("config.json", "starts.jsonl"))
+    starts.write_text('{"time": 1}\n{"time": 2, "st')
+    for rank in (1, 2):
+        run_folder.note_start(config_of(out_dir=str(tmp_path), lora_rank=rank), 0)
+        if rank == 1:
+            os.link(config, tmp_path / "before")
+    lines, torn = run_folder.read_lines(starts)
+    assert len(lines) == 3 and not torn
+    # The file was replaced, and not truncated before it was written.
+    assert [json.loads(file.read_text())["lora_rank"] for file in (tmp_path / "before", config)] == [1, 2]
+
+
 @pytest.mark.parametrize("environment, project", [({}, "fapo"), ({"WANDB_PROJECT": "mine"}, "mine")])
 def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, environment, project):
     import wandb
