@@ -162,7 +162,10 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         raise
     if config.keep_checkpoints:
         for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)  # On NFS, files that are open elsewhere may remain.
+            with contextlib.suppress(OSError):  # The user may have deleted it.
+                # Renamed first: if the run dies now, the next start deletes what is left.
+                old = old.rename(folder / f".{old.name}.tmp")
+                shutil.rmtree(old, ignore_errors=True)  # On NFS, files that are open elsewhere may remain.
     return target
 
 

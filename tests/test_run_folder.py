@@ -356,6 +356,25 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(tmp_path, mod
     assert not list((tmp_path / "checkpoints").glob(".*"))  # no incomplete checkpoint
 
 
+def test_a_run_that_is_killed_while_it_deletes_a_checkpoint_leaves_no_part_of_it(
+    tmp_path, model, tokenizer, monkeypatch
+):
+    """Nothing would delete that part, or it would count as a checkpoint."""
+    config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1, resume="auto")
+    run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": 1}, config)
+
+    def killed(folder, **options):
+        if "step_1" in str(folder):
+            (folder / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": 2}, config)
+    run_folder.check_folder(config).close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones(tmp_path, model, tokenizer):
     config, policy = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1), policy_of(model)
     run_folder.save_checkpoint(policy, tokenizer, {"step": 1}, config)
