@@ -378,7 +378,10 @@ class Log:
 
     def close(self):
         """Draw the curves a last time and close TensorBoard and W&B."""
-        self.plot()
+        try:
+            self.plot()
+        except OSError as error:  # On a full disk, the error that stopped the run says more.
+            print(f"curves.png was not drawn ({error})")
         if self.tensorboard:
             self.tensorboard.close()
         if self.wandb:

@@ -738,6 +738,12 @@ def test_a_start_that_was_cut_off_spoils_neither_file(tmp_path):
     assert [json.loads(file.read_text())["lora_rank"] for file in (tmp_path / "before", config)] == [1, 2]
 
 
+def test_curves_that_cannot_be_drawn_at_the_end_hide_no_earlier_error(tmp_path, capsys):
+    (tmp_path / "curves.png").mkdir()
+    run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0).close()
+    assert "curves.png was not drawn ([Errno 21] Is a directory" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("environment, project", [({}, "fapo"), ({"WANDB_PROJECT": "mine"}, "mine")])
 def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, environment, project):
     import wandb
