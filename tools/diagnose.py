@@ -348,11 +348,12 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
             rewards.append(sample["reward_score"])
     small = []
     others = []
+    limit = 0.2 * (max(rewards, default=0) - min(rewards, default=0))
     for group in groups.values():
         found = [sample["reward_score"] for sample in group]
         spread = max(found) - min(found)
         answers = {sample["reward_extra_info"]["acc"] for sample in group}
-        if len(answers) == 1 and 1e-6 < spread < 0.2 * (max(rewards) - min(rewards)):
+        if len(answers) == 1 and 1e-6 < spread < limit:
             small.append(group)
         elif spread > 1e-6:
             others.append(group)
