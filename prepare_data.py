@@ -88,6 +88,7 @@ CRITIC = _schema(
     final_answer_correct=pa.bool_(),
 )
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+ROWS_AT_ONCE = 1000  # in a group of rows of a Parquet file
 WITH_MARK = "utf-8-sig"  # Files from spreadsheets may start with a byte order mark.
 
 
@@ -108,6 +109,12 @@ def validate_row(row: dict, where: str) -> None:
         )
 
 
+def read_table(path: Path) -> pa.Table:
+    """Read a Parquet file. pyarrow cannot read 2 GiB of nested texts at once."""
+    file = pq.ParquetFile(path)
+    return pa.Table.from_batches(file.iter_batches(ROWS_AT_ONCE), file.schema_arrow)
+
+
 def read_rows(path: Path, needed=()) -> list[dict]:
     """Read the rows of a Parquet, JSONL, JSON or CSV file.
 
@@ -126,7 +133,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
     rows = []
     try:
         if kind == ".parquet":
-            rows = pq.read_table(path).to_pylist()
+            rows = read_table(path).to_pylist()
         elif kind == ".csv":
             with path.open(newline="", encoding=WITH_MARK) as file:
                 for number, row in enumerate(csv.DictReader(file)):
@@ -556,7 +563,7 @@ def write_table(out: Path, rows: list[dict], schema=None, names: str = "") -> di
             replaced = f" (replaces {before} rows)"
     partial = out.with_suffix(f".{os.getpid()}.partial")  # Another process may be writing the same file.
     try:
-        pq.write_table(table, partial)
+        pq.write_table(table, partial, row_group_size=ROWS_AT_ONCE)
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet as pq
 
 from command_line import one_line_errors, parse_command_line
-from prepare_data import checked_row, errors_at, read_rows
+from prepare_data import ROWS_AT_ONCE, checked_row, errors_at, read_rows, read_table
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
 from reward_worker import check_files
 from run_folder import averages, lock_file, no_verdict_rate, read_lines
@@ -134,11 +134,11 @@ def write_rows(rows: list[dict], results: list[dict], data: Path, out: Path):
                 valid = json.loads(text, parse_constant=lambda name: None)  # NaN, as in empty cells
                 file.write(json.dumps(valid) + "\n")
     else:
-        table = pq.read_table(data).drop_columns([name for name in COLUMNS if name in rows[0]])
+        table = read_table(data).drop_columns([name for name in COLUMNS if name in rows[0]])
         new = pyarrow.Table.from_pylist(added, pyarrow.schema(COLUMNS))
         for name in COLUMNS:
             table = table.append_column(name, new[name])
-        pq.write_table(table, temporary)
+        pq.write_table(table, temporary, row_group_size=ROWS_AT_ONCE)
     temporary.replace(out)
 
 

@@ -341,7 +341,7 @@ def test_half_a_character_in_a_critique_is_replaced_and_the_report_comes_before_
     score_files_here(monkeypatch)
     out = tmp_path / "c.parquet"
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise OSError("No space left on device")
 
     with server(lambda path, body: says("so \ud83d \\boxed{-1}")) as address:

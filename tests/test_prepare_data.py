@@ -729,14 +729,14 @@ def test_a_file_that_two_processes_write_at_the_same_time_is_complete(tmp_path, 
     write = pq.write_table
     out, rows = tmp_path / "toy_train.parquet", [{"answer": "7"}]
 
-    def write_table(*given):
-        write(*given)
+    def write_table(*given, **options):
+        write(*given, **options)
         with monkeypatch.context() as another_process:
             another_process.setattr(os, "getpid", lambda: 7)
             another_process.setattr(pq, "write_table", write)
             prepare_data.write_table(out, rows)
 
-    def fails(table, path):
+    def fails(table, path, **options):
         path.write_text("half")
         raise OSError("No space left on device")
 
@@ -746,3 +746,11 @@ def test_a_file_that_two_processes_write_at_the_same_time_is_complete(tmp_path, 
     with pytest.raises(OSError, match="No space left"):
         prepare_data.write_table(out, rows)
     assert pq.read_table(out).to_pylist() == rows and list(tmp_path.iterdir()) == [out]
+
+
+def test_files_consist_of_small_parts(tmp_path):
+    """pyarrow writes 2 GiB of nested texts as one part, but cannot read it."""
+    rows = [{"prompt": [{"content": str(number)}]} for number in range(2500)]
+    prepare_data.write_table(tmp_path / "rows.parquet", rows)
+    assert pq.ParquetFile(tmp_path / "rows.parquet").num_row_groups == 3
+    assert prepare_data.read_rows(tmp_path / "rows.parquet") == rows

@@ -38,7 +38,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from command_line import IN_WORDS, cli, json_object, one_line_errors
-from prepare_data import checked_row, errors_at, read_rows, validate_row
+from prepare_data import ROWS_AT_ONCE, checked_row, errors_at, read_rows, validate_row
 from reward_loop import RewardOptions, listed_models, only_model, served_models
 from reward_worker import fingerprints, flag
 from score_file import score_samples
@@ -283,7 +283,7 @@ def main() -> None:
         judged = judge_rows(read_judge_rows(config.data, config.limit), config)
         text = report(judged)
         print(text)
-        pq.write_table(pa.Table.from_pylist(judged), config.out)
+        pq.write_table(pa.Table.from_pylist(judged), config.out, row_group_size=ROWS_AT_ONCE)
     sys.exit("INCOMPLETE" in text)
 
 
