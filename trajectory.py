@@ -34,6 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -201,18 +202,19 @@ class Trajectory:
         ids = self._checked(self._runner.encode(*texts, context=context), kept)
         if follows_prompt and not self._replies:
             sample.prompt_ids = self._runner.without_opening(sample.prompt_ids)
+        # The tokens up to the end of a content belong to its turn. Only the previous one has no known end.
+        ends = [*accumulate(turn["tokens"] for turn in sample.turns[first:-1])]
+        if self._replies:
+            ends.append(len(self._runner.encode(*texts[: 2 * len(self._replies)], context=context)))
         for values in (sample.response_ids, sample.rollout_logprobs, sample.loss_mask):
             del values[kept:]
         del sample.turns[first:]
         done = 0
-        for number, (role, content) in enumerate(replies, 1):
-            upto = len(ids)
-            if number < len(replies):  # The tokens up to the end of this content belong to this turn.
-                upto = len(self._runner.encode(*texts[: 2 * number], context=context))
-                upto = max(done, min(upto, len(ids)))
+        for (role, content), end in zip(replies, [*ends, len(ids)], strict=True):
+            end = max(done, min(end, len(ids)))
             who = role if role == "user" else "tool"
-            self._add(who, content, ids[done:upto], [0.0] * (upto - done))
-            done = upto
+            self._add(who, content, ids[done:end], [0.0] * (end - done))
+            done = end
         self._replies = replies
         self._end_id = None
 

@@ -1545,6 +1545,27 @@ def test_replies_in_a_row_are_the_tail_of_the_whole_rendering(name, roles, is_cu
     assert texts[0].split("\n")[-1] in first and texts[1] not in first
 
 
+def test_the_cost_of_replies_in_a_row_is_not_cubic(monkeypatch):
+    """All rollouts wait meanwhile, because they share an event loop."""
+    tokenizer, end_text = of_template("joins")
+    end = tokenizer.convert_tokens_to_ids(end_text)
+    encode, encoded = Rollouts.encode, []
+
+    async def function(trajectory):
+        await trajectory.generate()
+        for number in range(16):
+            trajectory.reply(f"call {number}")
+
+    def counted(self, *texts, **options):
+        encoded.append(texts)
+        return encode(self, *texts, **options)
+
+    monkeypatch.setattr(Rollouts, "encode", counted)
+    sample = with_servers(lambda *_: said([end]), function, tokenizer, {end}, length=900)
+    assert len(encoded) <= 2 * 16
+    assert {turn["tokens"] for turn in sample.turns[2:-1]} <= {9, 10}  # The frame is at both ends.
+
+
 @pytest.mark.parametrize("name", ["joins", "chatml", "llama3", "qwen3", "mistral"])
 @pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool")])
 def test_the_first_observation_of_an_environment_comes_before_the_policys_message(name, roles):
