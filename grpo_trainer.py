@@ -332,7 +332,10 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
     counts = verdict_counts(sample.result for sample in chain(*without_failures(groups)))
     counts["step"] = batch.step  # A resumed run drops the counts of steps that it repeats.
     recent.append(counts)
-    while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
+    while True:
+        counted = "needed" if recent[0]["needed"] else "samples"  # A step without needs only adds samples.
+        if sum(counts[counted] for counts in recent[1:]) < MIN_VERDICTS:
+            break
         del recent[0]
     ended = [sample for sample in samples if not sample.failure]
     of_batch = verdict_counts(sample.result for sample in ended)

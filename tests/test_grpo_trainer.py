@@ -151,6 +151,15 @@ def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, mo
     assert set(run.recent_verdicts) <= {split}
 
 
+def test_steps_that_need_no_verdict_are_not_kept():
+    """In a run without a judge, the counts would otherwise grow with each step."""
+    run = SimpleNamespace(config=config_of(), decode=decode, recent_verdicts=defaultdict(list), first_step=1)
+    for step in range(1, 100):
+        groups = [[judged("wrong") for _ in range(8)]]
+        grpo_trainer.compute_group_advantages(run, grpo_trainer.Batch(step, 1.0), groups)
+    assert [counts["step"] for counts in run.recent_verdicts["train"]] == [97, 98, 99]
+
+
 # --------------------------------------------------------------------------------------------------------
 # whole runs (Ray)
 
