@@ -533,6 +533,7 @@ def done_line(config, checkpoint: Path | None) -> str:
 
 def draw_curves(history: list[dict], path: Path) -> None:
     """Draw the metrics so far, in one panel per entry of PANELS."""
+    os.environ["MPLBACKEND"] = "agg"  # The backend of a notebook may not be installed here.
     from matplotlib.figure import Figure  # This import takes half a second.
 
     known = {}

@@ -744,6 +744,15 @@ def test_curves_that_cannot_be_drawn_at_the_end_hide_no_earlier_error(tmp_path, 
     assert "curves.png was not drawn ([Errno 21] Is a directory" in capsys.readouterr().out
 
 
+def test_curves_are_drawn_in_the_shell_of_a_notebook(tmp_path):
+    """Its commands inherit a backend that this environment lacks."""
+    code = f"import pathlib, run_folder; run_folder.draw_curves([], pathlib.Path({str(tmp_path)!r}, 'a.png'))"
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    folder = Path(run_folder.__file__).parent
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, timeout=60)
+    assert (tmp_path / "a.png").is_file()
+
+
 @pytest.mark.parametrize("environment, project", [({}, "fapo"), ({"WANDB_PROJECT": "mine"}, "mine")])
 def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, environment, project):
     import wandb
