@@ -73,7 +73,8 @@ def cli(config, description: str = "", args: list[str] | None = None, markers=()
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
     parsed = tyro.cli(config, prog=prog, description=wrapped(description), args=args, config=markers)
-    sys.stdout.reconfigure(line_buffering=True)  # Whoever reads a pipe or a log sees each line at once.
+    # Whoever reads a pipe or a log sees each line at once, and a locale such as C cannot encode all names.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     return parsed
 
 

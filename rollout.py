@@ -305,7 +305,7 @@ def can_enable_tokens() -> bool:
     if not vllm:
         return False
     files = Path(vllm.submodule_search_locations[0], "entrypoints").rglob("cli_args.py")
-    return any("enable_scale_out" in file.read_text() for file in files)
+    return any(b"enable_scale_out" in file.read_bytes() for file in files)
 
 
 def token_request(body: dict) -> dict:

@@ -140,7 +140,7 @@ class Run:
         if not file.is_file():
             return {}
         try:
-            return json.loads(file.read_text())
+            return json.loads(file.read_bytes())
         except ValueError as error:
             raise ValueError(
                 f"--out-dir {file.parent}: {file} is truncated ({error}); delete this file, and "

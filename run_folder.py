@@ -59,8 +59,9 @@ PANELS = {
 IN_TABLE = ("step", "data_source", "prompt", "ground_truth", "response", "reward_score", "reward_extra_info")
 # Means of answers and indices are meaningless, and genrm_shared has its own metric.
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
-# A model may write half a surrogate pair, which UTF-8 cannot encode. JSON can, for example as \ud83d.
-AS_JSON = "backslashreplace"
+# Locales such as C have another encoding. A model may write half a surrogate pair, which UTF-8 cannot encode.
+# JSON can, for example as \ud83d.
+AS_JSON = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 def check_folder(config, dry_run: bool = False):
@@ -201,7 +202,7 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
     """
     if not path.is_file():
         return [], 0
-    return parse_lines(path.read_text(errors="replace"))
+    return parse_lines(path.read_text("utf-8", errors="replace"))
 
 
 def parse_lines(text: str) -> tuple[list[dict], int]:
@@ -222,7 +223,7 @@ def parse_lines(text: str) -> tuple[list[dict], int]:
 def write_lines(path: Path, lines: list[dict], indent: int | None = None) -> None:
     """Replace a file of JSON objects atomically, so that a crash leaves either its old or its new content."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", errors=AS_JSON) as file:
+    with open(temporary, "w", **AS_JSON) as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False, indent=indent) + "\n")
     temporary.replace(path)
@@ -351,7 +352,7 @@ class Log:
                 return not (is_repeated and line.get("data_source") in sources)
 
             self.recent = lines_until(step, self.folder / "samples.jsonl", is_kept)
-        with self.samples_lock, open(self.folder / "samples.jsonl", "a", errors=AS_JSON) as file:
+        with self.samples_lock, open(self.folder / "samples.jsonl", "a", **AS_JSON) as file:
             self.recent = [line for line in self.recent if line["step"] > step - 13]
             for number, group in enumerate(groups):
                 source = group[0].row["data_source"]

@@ -174,8 +174,8 @@ class PolicyGroup:
     def check_shared_folder(self) -> None:
         """Raise RuntimeError if a rank cannot access the output directory, to which all ranks write."""
         path = Path(self.config.out_dir, "config.json").absolute()  # The trainer has just written it.
-        text = path.read_text()
-        seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_text() == text)
+        text = path.read_bytes()
+        seen = self.call("__ray_call__", lambda rank: path.is_file() and path.read_bytes() == text)
         if not all(seen):
             raise RuntimeError(
                 f"--out-dir {path.parent}: not all nodes can access the directory; put it and "

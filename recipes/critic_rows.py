@@ -48,7 +48,7 @@ def prices_of(run: Path) -> dict[str, dict]:
     """Return {problem: prices} from the run's training file, or {} outside the world with a tool."""
     prices = {}
     if (run / "config.json").exists():
-        train_file = json.loads((run / "config.json").read_text())["train_file"]
+        train_file = json.loads((run / "config.json").read_bytes())["train_file"]
         for row in pq.read_table(train_file).to_pylist():
             if "prices" in (row.get("extra_info") or {}):
                 prices[row["prompt"][-1]["content"]] = row["extra_info"]["prices"]

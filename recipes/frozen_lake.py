@@ -172,7 +172,7 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
     names = ("reached", "fully correct", "training: reached", "training: flawed positives")
     table = [["penalty", "seed", "step", *names]]
     for folder in folders:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_bytes())
         penalty = json.loads(config["reward_kwargs"])["penalty"]
         lines = read_metrics(folder, flag="--report")
         steps = [line for line in lines if "reward/acc" in line]

@@ -114,7 +114,7 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
     rows = []
     for folder in folders:
         for reward in ("outcome", "fapo"):
-            config = json.loads((folder / reward / "config.json").read_text())
+            config = json.loads((folder / reward / "config.json").read_bytes())
             metrics = read_metrics(folder / reward, flag="--report")
             steps = [line for line in metrics if "reward/acc" in line]
             for line, some in ((metrics[0], steps[:STEPS]), (metrics[-1], steps[-STEPS:])):

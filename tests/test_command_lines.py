@@ -183,3 +183,9 @@ def test_each_line_leaves_a_script_at_once(tmp_path, monkeypatch):
             said, errors = start(ROOT, "-c", code, "7", stdout=output).communicate()
             assert not errors, errors
             assert (said or (tmp_path / "nohup.out").read_text()) == "step 1\n"
+
+
+def test_a_script_prints_what_its_locale_cannot_encode(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code = "import command_line; command_line.cli(int); print('modèle')"
+    assert start(ROOT, "-c", code, "7", stdout=subprocess.PIPE).communicate() == ("mod\\xe8le\n", "")

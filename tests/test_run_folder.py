@@ -4,6 +4,7 @@ is stopped.
 
 import errno
 import json
+import locale
 import math
 import os
 import shutil
@@ -22,8 +23,10 @@ import pytest
 import forked
 import run_folder
 from policy import Sample
+from run import Run
 from run_folder import pass_at_k, reward_metrics, validation_metrics
 from tiny import config_of, policy_of, terms
+from tools import view_run
 
 
 def test_pass_at_k_by_hand():
@@ -395,7 +398,15 @@ def test_a_checkpoint_replaces_the_remains_of_an_earlier_one(tmp_path, model, to
     assert [p.name for p in run_folder.checkpoints_in(tmp_path / "checkpoints")] == ["step_1", "step_2"]
 
 
-def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
+@pytest.fixture
+def c_locale():
+    """Make files that are opened without an encoding ASCII."""
+    before = locale.setlocale(locale.LC_CTYPE)
+    yield locale.setlocale(locale.LC_CTYPE, "C")
+    locale.setlocale(locale.LC_CTYPE, before)
+
+
+def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path, c_locale):
     """str.splitlines() splits at U+2028 and U+0085, but JSON does not.
 
     UTF-8 cannot encode half a surrogate pair.
@@ -409,7 +420,7 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path):
     sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}, "itself": itself, 7: [1.5]}
     run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], None)
     run_folder.Log(config, first_step=1)
-    (line,) = (tmp_path / "samples.jsonl").read_text().rstrip("\n").split("\n")
+    (line,) = (tmp_path / "samples.jsonl").read_text("utf-8").rstrip("\n").split("\n")
     assert (
         json.loads(line)["response"] == "one\u2028two\x85three"
         and json.loads(line)["reward_extra_info"]["said"] == "\ud83d"
@@ -723,6 +734,13 @@ def test_the_files_about_a_start_contain_no_secrets(tmp_path, monkeypatch):
     kept = {"judges": [{"API_KEY": "(hidden)", "url": "judge"}]}
     assert json.loads(json.loads(config.read_text())["reward_kwargs"]) == kept
     assert json.loads(start.read_text())["command"].endswith(f"'--reward-kwargs={json.dumps(kept)}'")
+
+
+def test_the_files_about_a_start_are_utf_8(tmp_path, c_locale):
+    config = config_of(out_dir=str(tmp_path), model="modèle")
+    run_folder.note_start(config, 0)
+    assert view_run.settings_of(tmp_path)["model"] == config.model
+    assert Run.settings_before(SimpleNamespace(config=config))["model"] == config.model
 
 
 def test_a_start_that_was_cut_off_spoils_neither_file(tmp_path):

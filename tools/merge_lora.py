@@ -50,7 +50,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         )
     try:
         base = (
-            model or json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"]
+            model or json.loads((checkpoint / "adapter_config.json").read_bytes())["base_model_name_or_path"]
         )
         Path(base)  # raises TypeError for null or a number
     except (ValueError, KeyError, TypeError) as error:

@@ -195,7 +195,7 @@ def settings_of(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    return without_secrets(json.loads(path.read_text()))
+    return without_secrets(json.loads(path.read_bytes()))
 
 
 def read_run(name: str, folder: Path, limit: float) -> dict:
