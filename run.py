@@ -698,7 +698,7 @@ def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list
     for number, row in enumerate(rows):
         where = f"{path}, row {number}"
         with errors_at(where):
-            row = checked_row(row, is_table=path.endswith(".parquet"))
+            row = checked_row(row, is_table=Path(path).suffix.lower() == ".parquet")
             ids = prompt_ids_of(row, tokenizer, options)
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids, "where": where})

@@ -166,7 +166,8 @@ def read_samples(config: Config, job) -> tuple[list[dict], list[dict]]:
     if job.sees_group:
         needed.append("prompt")
     rows = read_rows(config.data, needed)
-    if config.out.suffix != ".jsonl" and (config.out.suffix, config.data.suffix) != (".parquet", ".parquet"):
+    is_table = config.data.suffix.lower() == ".parquet"
+    if config.out.suffix != ".jsonl" and not (config.out.suffix == ".parquet" and is_table):
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
     if config.out.is_dir():
         raise ValueError(f"--out {config.out}: must not be a directory")
@@ -176,7 +177,7 @@ def read_samples(config: Config, job) -> tuple[list[dict], list[dict]]:
         with errors_at(f"--data {config.data}, row {number}"):
             check_row(row)
             is_asked = "prompt" in job.columns and "prompt" in row
-            samples.append(checked_row(row, config.data.suffix == ".parquet") if is_asked else row)
+            samples.append(checked_row(row, is_table) if is_asked else row)
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
             raise ValueError(

@@ -175,7 +175,7 @@ ASKED = {"role": "user", "content": QUESTION}
 def rows_of(folder, tokenizer, template=CHATML, **columns):
     """Return what a run reads from a file whose second row has these columns."""
     row = {"data_source": "x", "prompt": [ASKED], "extra_info": None, "reward_model": {"ground_truth": "5"}}
-    file = folder / "rows.parquet"
+    file = folder / columns.pop("table", "rows.parquet")
     if columns.pop("as_json", False):
         file = folder / "rows.jsonl"
         file.write_text(json.dumps(row) + "\n" + json.dumps(row | columns))
@@ -251,14 +251,14 @@ ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [ADD]}
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_nested_keys_that_a_table_added_are_dropped(tmp_path, tokenizer, as_json):
+@pytest.mark.parametrize("table, as_json", [("rows.parquet", False), ("ROWS.PARQUET", False), ("", True)])
+def test_nested_keys_that_a_table_added_are_dropped(tmp_path, tokenizer, table, as_json):
     """In a table, each call has the arguments of all calls. In JSON, an argument may be null on purpose."""
     template = "{% for message in messages %}"
     template += "{{ (message.tool_calls or []) | tojson }}{{ message.content }}{% endfor %}"
     other = {"name": "look", "arguments": {"up": [None, "x"], "b": None}}
     calls = CALLS | {"tool_calls": [ADD, other]}
-    row = rows_of(tmp_path, tokenizer, template, prompt=[calls, ASKED], as_json=as_json)[-1]
+    row = rows_of(tmp_path, tokenizer, template, prompt=[calls, ASKED], table=table, as_json=as_json)[-1]
     if not as_json:
         del other["arguments"]["b"]
     expected = CALLS | {"content": "", "tool_calls": [ADD, other]}

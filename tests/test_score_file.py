@@ -432,10 +432,12 @@ def test_a_function_gets_the_prompt_as_in_training_and_the_file_keeps_it(tmp_pat
     )
     joined = [{"role": "user", "content": "1+0?"}]
     assert scored(data, "scored.jsonl") == [[asked, joined], [called, called]]
-    table = tmp_path / "responses.parquet"
-    pq.write_table(pa.Table.from_pylist([sample("two", prompt=called)]), table)
-    ((kept, seen),) = scored(table, "from_table.jsonl")
-    assert seen == called and kept == pq.read_table(table)["prompt"].to_pylist()[0] != called
+    for name in ("responses.parquet", "RESPONSES.PARQUET"):
+        table = tmp_path / name
+        pq.write_table(pa.Table.from_pylist([sample("two", prompt=called)]), table)
+        ((kept, seen),) = scored(table, "from_table.jsonl")
+        assert seen == called and kept == pq.read_table(table)["prompt"].to_pylist()[0] != called
+    score_file.run(score_file.Config(data=table, out=tmp_path / "scored.parquet", reward_fn=function))
     write_jsonl(data, [sample("one", prompt=called), sample("one", prompt="1+0?")])
     with pytest.raises(ValueError, match="responses.jsonl, row 1: prompt is '1.0.'; it must be a non-empty"):
         scored(data, "text.jsonl")

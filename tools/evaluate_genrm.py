@@ -190,7 +190,7 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
     rows = read_rows(path, ["data_source", "prompt", "reward_model", "extra_info"])[:limit]
     for number, row in enumerate(rows):
         with errors_at(f"{path}, row {number}"):
-            row = rows[number] = checked_row(row, is_table=path.suffix == ".parquet")
+            row = rows[number] = checked_row(row, is_table=path.suffix.lower() == ".parquet")
         if row.get("ability") != "math_critic":
             raise ValueError(
                 f"{path}, row {number}: ability is {row.get('ability')!r}; judge rows have "
