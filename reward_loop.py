@@ -925,6 +925,9 @@ def ray_failure(address: str, error: str) -> str:
     if "AF_UNIX path length" in error:  # Batch systems set TMPDIR to a long path.
         problem = "its folder for temporary files has a path that is too long for sockets"
         remedy = "set RAY_TMPDIR to a short path, such as /tmp (by default, Ray uses TMPDIR)"
+    elif "/.ray'" in error:  # Containers may run as a user without a home.
+        problem = "it cannot write to ~/.ray"
+        remedy = "set HOME to a writable folder"
     elif address == "local" and "timed out during startup" in error:
         problem = "it did not start within its time limit of 30 s"
         remedy = "the machine is probably busy: start again when it has a free CPU core"

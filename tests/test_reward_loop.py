@@ -1627,6 +1627,12 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
         ),
         (
             "local",
+            "[Errno 13] Permission denied: '/.ray'",
+            "Ray: it cannot write to ~/.ray (OSError: [Errno 13] Permission denied: '/.ray'",
+            "; set HOME to a writable folder",
+        ),
+        (
+            "local",
             "The current node timed out during startup. This could happen because\nsome of the raylet failed",
             "Ray: it did not start within its time limit of 30 s (OSError: The current node timed out",
             "; the machine is probably busy: start again when it has a free CPU core",
