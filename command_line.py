@@ -72,10 +72,16 @@ def cli(config, description: str = "", args: list[str] | None = None, markers=()
         prog = f"python -m {script.parent.name}.{script.stem}"
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
+    args = [expanded(word) for word in (sys.argv[1:] if args is None else args)]
     parsed = tyro.cli(config, prog=prog, description=wrapped(description), args=args, config=markers)
     # Whoever reads a pipe or a log sees each line at once, and a locale such as C cannot encode all names.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     return parsed
+
+
+def expanded(word: str) -> str:
+    """Expand ~ as in --out-dir=~/run and NAME=~/judge, where shells do not."""
+    return re.sub(r"^((?:[\w-]+=)*)~(?=/|$)", lambda found: found[1] + os.path.expanduser("~"), word)
 
 
 def wrapped(text: str) -> str:

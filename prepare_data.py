@@ -488,7 +488,7 @@ class Config:
     # file there). reasoning_gym:NAME or reasoning_gym:NAME:{"field": value}: a task of the package
     # reasoning-gym, with optional settings.
     tasks: list[Task | str]
-    out_dir: Path = Path("data")  # Directory of the Parquet files; ~ is expanded.
+    out_dir: Path = Path("data")  # Directory of the Parquet files.
     # Directory of local files to convert. Default: download from the Hub.
     source_dir: Annotated[Path | None, IN_WORDS] = None
     seed: int = 0  # Random seed for the order of GPQA's choices and the problems of toy and reasoning_gym.
@@ -611,7 +611,7 @@ def write_made(spec: str, config: Config) -> dict[str, int]:
 
 def prepare(config: Config) -> dict[str, int]:
     """Convert the data sets and return {file name: number of rows}. Raises ValueError or OSError."""
-    source_dir = config.source_dir and config.source_dir.expanduser()
+    source_dir = config.source_dir
     if source_dir and not source_dir.is_dir():
         raise OSError(f"--source-dir {source_dir}: must be an existing directory")
     generated = [task for task in config.tasks if task.startswith("reasoning_gym:")]
@@ -628,7 +628,6 @@ def prepare(config: Config) -> dict[str, int]:
             )
     if "toy" in config.tasks and {"critic", "all"} & set(config.tasks):
         raise ValueError("--tasks: toy and critic (in all) write files of the same name; use two --out-dirs")
-    config.out_dir = config.out_dir.expanduser()
     try:
         config.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -176,7 +176,7 @@ def load_function(spec: str, kind: str = "--reward-fn"):
 def file_and_name(field: str, spec: str) -> tuple[Path, str]:
     """Split FILE:NAME. Raise ValueError if the form is wrong or the file does not exist."""
     file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = Path(file).resolve()
     if not name or path.suffix != ".py":
         raise ValueError(f"{flag(field)} {spec}: must be FILE.py:NAME, such as score.py:compute_score")
     if not path.is_file():

@@ -13,7 +13,9 @@ import pytest
 
 import forked
 import rollout
+from command_line import parse_command_line
 from genrm_server import Config, VllmServer, resolve_config
+from settings import Config as RunConfig
 from settings import PolicyOptions
 
 ROOT = Path(__file__).parent.parent
@@ -172,6 +174,15 @@ def test_help_for_a_reader_who_has_seen_enough(command):
         process.wait()
         errors.seek(0)
         assert errors.read() == b""
+
+
+def test_a_tilde_that_the_shell_leaves_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    flags = ["--model=~/m", "--train-file", "~/t", "--out-dir=~", "--val-file=~/v:4", "--genrm=rm=~/j"]
+    config = parse_command_line(RunConfig, [*flags, "a=~/b", "--reward-fn=~/f.py:f", "--loss=a~/b"])
+    assert (config.model, config.train_file, config.out_dir) == ("/home/me/m", "/home/me/t", "/home/me")
+    assert (config.val_file, config.genrm) == (("/home/me/v:4",), ("rm=/home/me/j", "a=/home/me/b"))
+    assert (config.reward_fn, config.loss) == ("/home/me/f.py:f", "a~/b")
 
 
 def test_each_line_leaves_a_script_at_once(tmp_path, monkeypatch):

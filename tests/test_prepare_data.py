@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import prepare_data
+from command_line import cli
 from prepare_data import SOURCES, Config, prepare, read_rows, serves, validate_row
 
 DATA = Path(__file__).parent / "data"
@@ -277,7 +278,7 @@ def test_tilde_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in" / "math500.jsonl", [{"problem": "1?", "answer": "1"}])
-    prepare(Config(tasks=["math500"], source_dir=Path("~/in"), out_dir=Path("~/out")))
+    prepare(cli(Config, args=["--tasks", "math500", "--source-dir=~/in", "--out-dir", "~/out"]))
     assert (tmp_path / "out" / "math500_test.parquet").exists()
 
 
