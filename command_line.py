@@ -178,6 +178,8 @@ def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
     found = {}
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")
+        if os.path.exists(value):  # A sweep may write into a folder such as lr=1e-4.
+            name, text = "genrm", value
         if name in found:
             raise ValueError(f"{flag(field)} {value}: another model has the same name; pass NEW_NAME={text}")
         found[name] = text

@@ -275,8 +275,12 @@ def test_rate_counts_the_samples_that_needed_a_verdict():
     assert no_verdict_rate([outcome(None, genrm_status="skipped"), wrong]) == 1.0  # the rule gave no score
 
 
-def test_names_of_several_models():
+def test_names_of_several_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1e-4/judge").mkdir(parents=True)
     assert reward_loop.named("genrm", ("./a=b", "rm=c=d")) == {"genrm": "./a=b", "rm": "c=d"}
+    assert reward_loop.named("genrm", ("lr=1e-4/judge",)) == {"genrm": "lr=1e-4/judge"}
+    assert reward_loop.named("genrm", ("rm=lr=1e-4/judge",)) == {"rm": "lr=1e-4/judge"}
     for twice in (("rm=a", "rm=b"), ("a", "b")):
         with pytest.raises(ValueError, match="another model has the same name; pass NEW_NAME="):
             reward_loop.named("genrm", twice)
