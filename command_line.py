@@ -57,14 +57,15 @@ SECRET = re.compile(
 # ---- parsing
 
 
-def cli(config, description: str = "", args: list[str] | None = None, markers=()):
+def cli(config, description="", args: list[str] | None = None, markers=(), end="Needs "):
     """Parse this script's command line with tyro. --help shows the command as the documentation writes it.
 
     Args:
         config: A dataclass, or a function to call with the settings.
-        description: The text that --help shows above the settings.
+        description: The text that --help shows above the settings, or None, as `__doc__` is with python -OO.
         args: The arguments; by default, those of this process.
         markers: tyro's options.
+        end: What follows the text that --help shows.
     """
     script = Path(sys.argv[0]).resolve()
     prog = f"python {os.path.relpath(script)}"
@@ -73,7 +74,8 @@ def cli(config, description: str = "", args: list[str] | None = None, markers=()
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
     args = [expanded(word) for word in (sys.argv[1:] if args is None else args)]
-    parsed = tyro.cli(config, prog=prog, description=wrapped(description), args=args, config=markers)
+    about = wrapped((description or "").partition(end)[0])
+    parsed = tyro.cli(config, prog=prog, description=about, args=args, config=markers)
     # Whoever reads a pipe or a log sees each line at once, and a locale such as C cannot encode all names.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     return parsed
@@ -142,13 +144,13 @@ def help_texts(config: type) -> dict[str, str]:
     return texts
 
 
-def parse_command_line(config: type, args: list[str] | None = None, description: str = ""):
+def parse_command_line(config: type, args: list[str] | None = None, description="", end="Needs "):
     """Parse the command line. --help shows the settings in groups, the required ones first.
 
     Args:
         config: A dataclass whose comments are the help texts of its settings.
         args: The arguments; by default, those of this process.
-        description: The text that --help shows above the settings.
+        description, end: As in `cli`.
     """
     hints = get_type_hints(config, include_extras=True)
     texts = help_texts(config)
@@ -163,7 +165,7 @@ def parse_command_line(config: type, args: list[str] | None = None, description:
             boxes.append((group, make_dataclass(group, box, kw_only=True)))
     everything = make_dataclass("Everything", boxes)
     without = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # no --data.seed, no {None}|STR
-    parsed = cli(everything, description, args, without)
+    parsed = cli(everything, description, args, without, end)
     values = {}
     for box in vars(parsed).values():
         values |= vars(box)

@@ -37,7 +37,7 @@ from settings import Config
 
 # Parse the command line before importing torch and transformers, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = parse_command_line(Config, description=__doc__.partition("Read `train` first")[0])
+    CONFIG = parse_command_line(Config, description=__doc__, end="Read `train` first")
 
 import huggingface_hub
 from tqdm import tqdm

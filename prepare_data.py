@@ -668,7 +668,7 @@ def prepare(config: Config) -> dict[str, int]:
 
 
 def main() -> None:
-    config = cli(Config, __doc__.partition("Needs ")[0], markers=[tyro.conf.DisallowNone])
+    config = cli(Config, __doc__, markers=[tyro.conf.DisallowNone])
     with one_line_errors():
         prepare(config)
 

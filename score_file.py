@@ -233,7 +233,7 @@ def run(config: Config):
 
 
 def main() -> None:
-    config = parse_command_line(Config, description=__doc__.partition("Needs")[0])
+    config = parse_command_line(Config, description=__doc__)
     with one_line_errors("interrupted; pass --resume to continue\n"):
         run(config)
 

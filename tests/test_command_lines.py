@@ -176,6 +176,11 @@ def test_help_for_a_reader_who_has_seen_enough(command):
         assert errors.read() == b""
 
 
+def test_help_without_docstrings():
+    said, errors = start(ROOT, "-OO", "prepare_data.py", "--help", stdout=subprocess.PIPE).communicate()
+    assert said.startswith("usage: python prepare_data.py [-h]") and not errors, errors
+
+
 def test_a_tilde_that_the_shell_leaves_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     flags = ["--model=~/m", "--train-file", "~/t", "--out-dir=~", "--val-file=~/v:4", "--genrm=rm=~/j"]

@@ -471,4 +471,4 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, __doc__.partition("RULES")[0], markers=[tyro.conf.PositionalMetavarFromFieldName])
+    cli(main, __doc__, markers=[tyro.conf.PositionalMetavarFromFieldName], end="RULES")

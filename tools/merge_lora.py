@@ -105,8 +105,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
 
 
 def main() -> None:
-    about = __doc__.partition("Needs ")[0]
-    config = cli(Config, about, markers=[tyro.conf.PositionalMetavarFromFieldName])
+    config = cli(Config, __doc__, markers=[tyro.conf.PositionalMetavarFromFieldName])
     with one_line_errors():
         merge(**vars(config))
 

@@ -326,7 +326,7 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
 
 
 def main() -> None:
-    config = cli(Config, __doc__.partition("Needs ")[0], markers=[tyro.conf.DisallowNone])
+    config = cli(Config, __doc__, markers=[tyro.conf.DisallowNone])
     with one_line_errors():
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:

@@ -139,7 +139,7 @@ def report(runs: Path, so_far: bool = False) -> str:
 
 
 def main() -> None:
-    config = cli(Config, __doc__.partition("docs/make_evidence.py")[0])
+    config = cli(Config, __doc__, end="docs/make_evidence.py")
     with one_line_errors():
         if (config.runs[0] / "metrics.jsonl").is_file():
             runs = {str(run): read_metrics(run, config.so_far) for run in config.runs}

@@ -50,7 +50,7 @@ class Config:
 
 # The command line is parsed before torch and transformers are imported, which takes four seconds.
 if __name__ == "__main__":
-    CONFIG = cli(Config, __doc__.partition("Not covered")[0])
+    CONFIG = cli(Config, __doc__, end="Not covered")
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
