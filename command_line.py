@@ -76,6 +76,8 @@ def cli(config, description="", args: list[str] | None = None, markers=(), end="
     args = [expanded(word) for word in (sys.argv[1:] if args is None else args)]
     about = wrapped((description or "").partition(end)[0])
     parsed = tyro.cli(config, prog=prog, description=about, args=args, config=markers)
+    # After `>&-`, the next file that is opened would be the output of this process.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
     # Whoever reads a pipe or a log sees each line at once, and a locale such as C cannot encode all names.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     return parsed

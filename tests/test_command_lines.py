@@ -205,3 +205,11 @@ def test_a_script_prints_what_its_locale_cannot_encode(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     code = "import command_line; command_line.cli(int); print('modèle')"
     assert start(ROOT, "-c", code, "7", stdout=subprocess.PIPE).communicate() == ("mod\\xe8le\n", "")
+
+
+def test_a_closed_output_is_that_of_no_file():
+    code = "import command_line; command_line.cli(int); print(1)"
+    code += "; import os, sys; print(os.readlink('/proc/self/fd/1'), end='', file=sys.stderr)"
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code, "7"]
+    done = subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, os.devnull)
