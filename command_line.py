@@ -68,7 +68,9 @@ def cli(config, description="", args: list[str] | None = None, markers=(), end="
         end: What follows the text that --help shows.
     """
     script = Path(sys.argv[0]).resolve()
-    prog = f"python {os.path.relpath(script)}"
+    prog = f"python {script.name}"
+    with contextlib.suppress(FileNotFoundError):  # The working directory was deleted.
+        prog = f"python {os.path.relpath(script)}"
     if (script.parent / "__init__.py").is_file():
         prog = f"python -m {script.parent.name}.{script.stem}"
     if {"-h", "--help"} & set(sys.argv):

@@ -13,7 +13,7 @@ import pytest
 
 import forked
 import rollout
-from command_line import parse_command_line
+from command_line import cli, parse_command_line
 from genrm_server import Config, VllmServer, resolve_config
 from settings import Config as RunConfig
 from settings import PolicyOptions
@@ -174,6 +174,16 @@ def test_help_for_a_reader_who_has_seen_enough(command):
         process.wait()
         errors.seek(0)
         assert errors.read() == b""
+
+
+def test_help_in_a_folder_that_was_deleted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "prepare_data.py")])
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit):
+        cli(int, args=["--help"])
+    assert capsys.readouterr().out.startswith("usage: python prepare_data.py [-h]")
 
 
 def test_help_without_docstrings():
