@@ -568,7 +568,9 @@ class RewardLoopWorker:
             else:
                 due = loop.time() + self.job.timeout
                 timer = loop.call_at(due, self._cut_off, number, due)
-                self.running[number] = loop.create_task(self._run(number, payload)), timer
+                task = loop.create_task(self._run(number, payload))
+                task.add_done_callback(partial(self._ended, number))
+                self.running[number] = task, timer
 
     async def collect(self, arrived: list[int]) -> tuple[str, dict[int, tuple[bytes | None, float]]]:
         """Return (incarnation, {number: (result, seconds)}) as soon as there are results.
@@ -603,14 +605,19 @@ class RewardLoopWorker:
             timer.cancel()
             self.report(number, result, started)
 
+    def _ended(self, number, task):
+        if task.cancelled() and number in self.running:  # Another call cancelled this one before it began.
+            _, timer = self.running.pop(number)
+            timer.cancel()
+            self.report(number, None, time.monotonic())
+
     def _cut_off(self, number, due):
         task, _ = self.running.pop(number)
-        was_running = task.cancel()  # The task may ignore this, but nothing waits for the task.
+        task.cancel()  # The task may ignore this, but nothing waits for the task.
         timeout = self.job.timeout
         result = failure("timeout", f"no result within {timeout:g} s")
-        if asyncio.get_running_loop().time() - due > 0.1 or not was_running:
-            # Another call blocked the event loop and used up the time, or cancelled this one before it began.
-            result = None
+        if asyncio.get_running_loop().time() - due > 0.1:
+            result = None  # Another call blocked the event loop and used up the time.
         self.report(number, result, time.monotonic() - timeout)
 
 

@@ -541,11 +541,12 @@ def test_sys_exit_in_a_task_costs_its_own_sample(start):
 
 
 @pytest.mark.slow
-def test_a_function_that_cancels_all_tasks_costs_its_own_sample(shared):
-    """The other calls are repeated, and the worker's own `collect` as well."""
-    manager = shared("async_fault")
+def test_a_function_that_cancels_all_tasks_costs_its_own_sample(start):
+    """The other calls are repeated at once, and the worker's own `collect` as well."""
+    manager = start(f"{FAULTS}:async_fault", timeout=3600.0)
     texts = ["one_later"] * 9 + ["cancel_all_tasks"] + ["one_later"] * 9
-    results = manager.score_batch([sample(text) for text in texts])
+    futures = [manager.submit(sample(text)) for text in texts]
+    results = [future.result(600) for future in futures]
     assert [result["status"] for result in results] == ["ok"] * 9 + ["error"] + ["ok"] * 9
     assert "CancelledError" in results[9]["reward_extra_info"]["error"]
 

@@ -106,12 +106,12 @@ def beyond_limits(kind):
 
 
 async def async_fault(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "cancel_all_tasks":  # also those of the worker, and those that have not begun
+        for task in asyncio.all_tasks():
+            task.cancel()
     await asyncio.sleep(0)
     if solution_str == "hang":
         await asyncio.Event().wait()
-    if solution_str == "cancel_all_tasks":  # also those of the worker
-        for task in asyncio.all_tasks():
-            task.cancel()
     if solution_str in ("one_later", "cancel_all_tasks"):
         await asyncio.sleep(0.3)
         return 1.0
