@@ -676,9 +676,14 @@ class Run:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return `error`, or the first error of a CheckpointException, whose text begins with a traceback."""
+    """Return `error`, or the first error of a CheckpointException, whose text begins with a traceback.
+
+    Raises KeyboardInterrupt if this is the first error.
+    """
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
+    if isinstance(error, KeyboardInterrupt):  # torch catches it as well.
+        raise error
     return error
 
 

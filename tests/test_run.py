@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 import tyro
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -441,6 +442,22 @@ def test_an_optimizer_that_cannot_be_written_is_named_in_one_line(tmp_path, mode
     with pytest.raises(RuntimeError) as stopped:
         run.save()
     assert re.fullmatch(message + "--resume auto resumes after step 1", str(stopped.value))
+
+
+def test_ctrl_c_while_the_optimizer_is_read_or_written_blames_no_checkpoint(tmp_path, model, tokenizer):
+    """torch catches it and raises a CheckpointException."""
+    write_checkpoint(tmp_path, model, tokenizer)
+    run = prepared(tmp_path, model, tokenizer, resume="auto")
+    run.lock.close()
+
+    def interrupted(*_):
+        raise CheckpointException("", {0: (KeyboardInterrupt(), None)})
+
+    run.policy = SimpleNamespace(save=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.save()
+    with pytest.raises(KeyboardInterrupt), run.loading():
+        interrupted()
 
 
 def test_too_little_memory_at_a_resume_does_not_blame_the_checkpoint(tmp_path, model, tokenizer, monkeypatch):
