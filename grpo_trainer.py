@@ -331,11 +331,10 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
     recent = run.recent_verdicts[split]
     counts = verdict_counts(sample.result for sample in chain(*without_failures(groups)))
     counts["step"] = batch.step  # A resumed run drops the counts of steps that it repeats.
-    recent.append(counts)
-    while True:
-        counted = "needed" if recent[0]["needed"] else "samples"  # A step without needs only adds samples.
-        if sum(counts[counted] for counts in recent[1:]) < MIN_VERDICTS:
-            break
+    # A step that needed no verdict only matters while there are few samples.
+    if counts["needed"] or sum(counts["samples"] for counts in recent[1:]) < MIN_VERDICTS:
+        recent.append(counts)
+    while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
         del recent[0]
     ended = [sample for sample in samples if not sample.failure]
     of_batch = verdict_counts(sample.result for sample in ended)
@@ -346,6 +345,7 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
     if of_batch["missing"] and rate > limit:
         first = next(sample for sample in ended if sample.result["reward_score"] is None)
         complaint = f"{rate:.0%} of the samples that needed a verdict have none"
+        del recent[-1]  # A resumed run repeats this step or evaluation.
         stop(run, batch, split, first, complaint, "check the reward function and the reward model")
 
 

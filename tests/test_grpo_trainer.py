@@ -149,6 +149,8 @@ def test_a_run_stops_for_many_failures_and_not_for_one(steps, message, split, mo
     assert step == len(steps) and bool(stopped) == bool(message), stopped
     assert not message or re.match(message, stopped), stopped
     assert set(run.recent_verdicts) <= {split}
+    # A resumed run repeats the step that stopped, which must not count twice.
+    assert not stopped or step not in [counts["step"] for counts in run.recent_verdicts[split]]
 
 
 def test_steps_that_need_no_verdict_are_not_kept():
@@ -157,7 +159,7 @@ def test_steps_that_need_no_verdict_are_not_kept():
     for step in range(1, 100):
         groups = [[judged("wrong") for _ in range(8)]]
         grpo_trainer.compute_group_advantages(run, grpo_trainer.Batch(step, 1.0), groups)
-    assert [counts["step"] for counts in run.recent_verdicts["train"]] == [97, 98, 99]
+    assert [counts["step"] for counts in run.recent_verdicts["train"]] == [1, 2, 3, 4]
 
 
 # --------------------------------------------------------------------------------------------------------
