@@ -101,6 +101,8 @@ def check_settings(model, source: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)
             settings.save_pretrained(folder)
+    except OSError:  # The disk is full.
+        raise
     except Exception as error:  # Each check of transformers raises its own type.
         why = " ".join(str(error).split())
         raise ValueError(
