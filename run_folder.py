@@ -112,7 +112,6 @@ def lock_file(file, where: str, kind: str) -> None:
             f"{where}: is in use by another run; wait until it ends, or pass another {kind}"
         ) from None
     except OSError as error:
-        file.close()
         raise OSError(
             f"{where}: its file system does not support file locks ({error.strerror}); mount it "
             f"with lock support (Lustre: -o flock), or pass another {kind}"

@@ -93,7 +93,8 @@ def score_samples(
         except OSError as error:
             why = f"--out: cannot write to {partial.parent} ({error.strerror}); pass another folder"
             raise OSError(why) from error
-        lock_file(file, f"--out: {partial}", "file")
+        with contextlib.suppress(OSError):  # The file system may have no locks.
+            lock_file(file, f"--out: {partial}", "file")
         done = scored_before(partial, header, resume)
         for group in groups:
             if not done.keys() >= set(group):

@@ -1,6 +1,7 @@
 """Scoring a file: the command line, errors, and runs that are stopped, killed and resumed."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -499,6 +500,18 @@ def test_a_file_is_scored_by_one_run_at_a_time(tmp_path, monkeypatch):
         return RewardsHere(options)
 
     monkeypatch.setattr(score_file, "start_rewards", start_rewards)
+    score_file.run(config)
+    assert json.loads(config.out.read_text())["reward_score"] == 1.0
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    score_files_here(monkeypatch)
+    monkeypatch.setattr("fcntl.flock", flock)
+    data = write_jsonl(tmp_path / "responses.jsonl", [sample("one")])
+    config = score_file.Config(data=data, out=tmp_path / "scored.jsonl", reward_fn=f"{FAULTS}:sync_fault")
     score_file.run(config)
     assert json.loads(config.out.read_text())["reward_score"] == 1.0
 
