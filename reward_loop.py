@@ -882,6 +882,7 @@ def connect_ray() -> bool:
     import psutil
     import ray
     from ray._private import auto_init_hook, services
+    from ray.job_config import JobConfig
 
     # A call after Ray's shutdown then raises an error, whereas by default, it would start another cluster.
     auto_init_hook.enable_auto_connect = False
@@ -899,10 +900,12 @@ def connect_ray() -> bool:
                 break
         else:
             address = "local"
+    # Otherwise, actors would import files of the working directory, such as another policy.py, before ours.
+    paths = dict(job_config=JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd(), str(HERE)]))
     # The processes of Ray inherit the blocked signal, and outlive the terminal until the run is saved.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **paths)
     except Exception as error:
         raise RuntimeError(ray_failure(address, error_line(error))) from error
     finally:

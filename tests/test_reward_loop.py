@@ -1621,6 +1621,34 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
     assert "hang-ups: 1" in said
 
 
+@pytest.mark.slow
+def test_files_of_the_working_directory_do_not_replace_ours_in_actors(cluster, tmp_path):
+    (tmp_path / "compute_score.py").write_text("raise RuntimeError('a file of the user')")
+    (tmp_path / "mine.py").write_text("")
+    code = f"""
+        import sys
+        sys.path.append({str(ROOT)!r})
+        import reward_loop, ray
+        reward_loop.connect_ray()
+        @ray.remote
+        def files():
+            import compute_score, mine
+            return compute_score.__file__, mine.__file__
+        print(*ray.get(files.remote()))
+    """
+    script = ["-c", textwrap.dedent(code)]
+    ended = forked.run(script, cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": cluster}, timeout=100)
+    assert ended.stdout.endswith(f"{ROOT}/compute_score.py {tmp_path}/mine.py\n"), ended
+
+
+def replace_ray(monkeypatch, init):
+    """Replace ray.init. The module itself stays as it is: shared managers ask it whether Ray is running."""
+    import ray
+
+    stand_in = SimpleNamespace(is_initialized=lambda: False, init=init, core=ray.core)
+    monkeypatch.setitem(sys.modules, "ray", stand_in)
+
+
 @pytest.mark.parametrize(
     ("address", "error", "problem", "remedy"),
     [
@@ -1657,14 +1685,11 @@ def test_a_ray_that_was_killed_that_loses_calls_and_that_is_shut_down():
     ],
 )
 def test_why_ray_cannot_be_used_and_what_to_do(monkeypatch, address, error, problem, remedy):
-    importlib.import_module("ray._private.services")
-
     def fails(*_, **settings):
         raise OSError(error)
 
     monkeypatch.setenv("RAY_ADDRESS", address)
-    # The module itself stays as it is: shared managers ask it whether Ray is still running.
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fails))
+    replace_ray(monkeypatch, fails)
     with pytest.raises(RuntimeError) as refused:
         reward_loop.connect_ray()
     text = str(refused.value)
@@ -1682,7 +1707,7 @@ def test_a_terminal_that_is_closed_while_ray_starts_ends_the_run_afterwards(monk
         raise OSError("for the test")
 
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fails))
+    replace_ray(monkeypatch, fails)
     before = signal.signal(signal.SIGHUP, lambda *_: hang_ups.append(1))
     try:
         with pytest.raises(RuntimeError, match="for the test"):
@@ -1704,7 +1729,7 @@ def test_only_a_cluster_of_this_user_is_joined(monkeypatch, of_another_user, pro
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: address)
     monkeypatch.setattr(os, "getuid", lambda: user)
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=fails))
+    replace_ray(monkeypatch, fails)
     command = ["raylet", "-c", "read _", f"--gcs-address={address}"]  # looks like a process of a cluster
     services.find_gcs_addresses.cache_clear()
     with subprocess.Popen(command, executable="/bin/sh", stdin=subprocess.PIPE):
