@@ -705,10 +705,11 @@ def kill_group(group: int, folder: str) -> None:
         with contextlib.suppress(OSError):  # The process has ended or belongs to another user.
             if os.getpgid(int(maps.parent.name)) == group:
                 inodes.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text(errors="replace")))
-    for file in os.scandir("/dev/shm"):
-        if str(file.inode()) in inodes:  # A semaphore's file is renamed after it is mapped.
-            with contextlib.suppress(OSError):  # The file is deleted already or belongs to another user.
-                os.unlink(file)
+    with contextlib.suppress(OSError):  # Some containers have no /dev/shm.
+        for file in os.scandir("/dev/shm"):
+            if str(file.inode()) in inodes:  # A semaphore's file is renamed after it is mapped.
+                with contextlib.suppress(OSError):  # The file is deleted already or belongs to another user.
+                    os.unlink(file)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)

@@ -1377,7 +1377,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("problem", ["a name that is not UTF-8", "a file of another user"])
+@pytest.mark.parametrize("problem", ["a name that is not UTF-8", "a file of another user", "no /dev/shm"])
 def test_a_group_is_killed_whatever_its_processes_have_mapped(tmp_path, monkeypatch, problem):
     memory = Path("/dev/shm", "psm_" + os.urandom(8).hex())
     odd = os.fsdecode(b"\xff") if problem == "a name that is not UTF-8" else "file"
@@ -1393,8 +1393,12 @@ def test_a_group_is_killed_whatever_its_processes_have_mapped(tmp_path, monkeypa
                 raise PermissionError(1, "Operation not permitted", str(path))
 
             monkeypatch.setattr(os, "unlink", refuse)
+        elif problem == "no /dev/shm":
+            scandir = os.scandir
+            without = {"/dev/shm": "/dev/shm/missing"}
+            monkeypatch.setattr(os, "scandir", lambda path: scandir(without.get(path, path)))
         child.stop()
-        assert not alive(pid) and memory.exists() == (problem == "a file of another user")
+        assert not alive(pid) and memory.exists() == (problem != "a name that is not UTF-8")
     finally:
         monkeypatch.undo()
         memory.unlink(missing_ok=True)
