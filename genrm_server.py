@@ -613,8 +613,9 @@ class Process:
         self.command = command
         self.url = url
         self.cores = ",".join(cores)
-        paths = filter(None, [env.get("PYTHONPATH"), FOLDER])  # FOLDER has guard() and vLLM's middleware.
-        self.env = env | {"PYTHONPATH": os.pathsep.join(paths)}
+        # FOLDER has guard() and vLLM's middleware. It comes first because a user may have another router.py.
+        paths = filter(None, [FOLDER, env.get("PYTHONPATH")])
+        self.env = env | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         self.log_start = 0
         self.child = None
 

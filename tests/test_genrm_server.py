@@ -1365,6 +1365,18 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     child.stop()
 
 
+def test_files_of_the_user_do_not_replace_ours_in_a_child(tmp_path, monkeypatch):
+    for name in ("genrm_server.py", "router.py"):
+        (tmp_path / name).write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", "import router; print(router.__file__)"]
+    child = genrm_server.Process(tmp_path / "log", command, os.environ | {"PYTHONPATH": str(tmp_path)})
+    child.start()
+    until(lambda: not child.alive())
+    assert child.last_lines() == f"{ROOT}/router.py"
+    child.stop()
+
+
 MAPS = """
 import mmap, sys, time
 maps = []
