@@ -18,7 +18,7 @@ refuse_taken_port() {  # Without this check, another run's judge could answer.
 
 stop_all() {  # Stops the background jobs when the script ends. Each run is a child of its job's shell.
   for job in $(jobs -p); do
-    [ "$job" = "${SERVER:-}" ] || pkill -P "$job" || true
+    [ "$job" = "${SERVER:-}" ] || kill $(<"/proc/$job/task/$job/children") || true  # Containers may lack pkill.
     kill "$job" || true
   done 2>/dev/null
   wait

@@ -3,6 +3,7 @@
 (test_docs.py has the commands of README and docs.)
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -12,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ from cluster.placement import layout, process_specs
 from genrm_server import gpus_of_server
 from command_line import parse_command_line
 from reward_loop import IN_FLIGHT_PER_SERVER
+from test_reward_loop import alive, until
 from tools import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -633,6 +636,25 @@ def test_a_run_in_the_world_with_a_tool(run_recipe):
         for name in ("toy_tools", "toy_tools_judge"):
             refused = run_recipe(name, *wrong, job=True)
             assert refused.startswith(f"usage: bash recipes/{name}.sh CHECKPOINT")
+
+
+def test_a_recipe_that_fails_leaves_no_run_behind_even_without_procps(tmp_path):
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    for name, body in {"python": 'echo $$ >"$PID"; exec sleep 100', "pkill": "exit 127"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = (
+        'source recipes/toy_runs.sh; { train_own own0 0 out; true; } & until [ -s "$PID" ]; do :; done; false'
+    )
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PID": f"{tmp_path}/pid"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=20)
+    assert done.returncode == 1
+    run = int((tmp_path / "pid").read_text())
+    try:
+        until(lambda: not alive(run), 5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run, signal.SIGKILL)
 
 
 def test_a_judge_that_is_missing_is_trained_only_where_it_is_then_served(run_recipe):
