@@ -67,6 +67,8 @@ from reward_worker import (
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
 IN_FLIGHT_PER_SERVER = 128  # A vLLM server with a whole GPU handles this many calls at a time.
+WORKER_CPUS = 0.01  # Not 0, because nodes without CPUs in Ray must not get workers.
+NO_CPU = "the Ray cluster has no free CPU; end other programs, start fewer servers, or add nodes"
 BLOCKED_S = 5.0  # After this time without a response from a worker, the manager logs a warning.
 WEDGED_S = 20.0  # After the timeout plus this time without a response, the manager kills the worker.
 GIVE_UP_AFTER = 5  # A call that is lost more than this many times gets the status "error".
@@ -370,6 +372,7 @@ class RewardLoopManager:
         if addresses and not reward_models:  # Models that a run starts have one name.
             chosen = chosen_model(next(iter(addresses.values())), self.job.kwargs)
             self.job = dataclasses.replace(self.job, kwargs=self.job.kwargs | chosen)
+        self._warnings = set()
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
         self._unfinished = set()  # calls that have no result yet
@@ -378,7 +381,6 @@ class RewardLoopManager:
         self._loop = asyncio.new_event_loop()  # Only the loop's thread uses the attributes below.
         self._wake = asyncio.Event()  # set when there may be calls to dispatch
         self._numbers = itertools.count()
-        self._warnings = set()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -405,7 +407,7 @@ class RewardLoopManager:
                 processes *= 4  # Most grading processes wait for the judge.
         job = dataclasses.replace(self.job, sync_processes=processes)
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may not be able to import it.
-        where = dict(num_cpus=0.01, scheduling_strategy="SPREAD", max_restarts=-1)
+        where = dict(num_cpus=WORKER_CPUS, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
         actors = [actor.remote(job, self._key) for _ in range(num_workers)]
         return list(map(Worker, actors, self._incarnations(actors)))
@@ -419,11 +421,15 @@ class RewardLoopManager:
                 return self._ray.get(calls, timeout=5.0)
             except self._ray.exceptions.GetTimeoutError as error:
                 is_late = time.monotonic() > deadline
+                cause = error
                 kills = memory_kills(self._ray)  # Ray would restart these workers forever.
                 if len(kills) > GIVE_UP_AFTER or kills and is_late:
                     raise RuntimeError(f"a reward worker cannot be started: {kills[-1]}") from None
+                if self._ray.available_resources().get("CPU", 0) < WORKER_CPUS:
+                    self._warn_once(f"reward workers wait: {NO_CPU}")
+                    cause = NO_CPU
                 if is_late:
-                    raise start_error(error) from None
+                    raise start_error(cause) from None
             except self._ray.exceptions.RayActorError as error:
                 raise start_error(error) from None
 
@@ -863,7 +869,7 @@ def memory_kills(ray) -> list[str]:
     return complaints
 
 
-def start_error(error: Exception) -> RuntimeError:
+def start_error(error: Exception | str) -> RuntimeError:
     """Return an error with the last line of Ray's long message about a worker that cannot start."""
     return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 

@@ -72,6 +72,16 @@ def test_each_node_has_a_worker_unless_a_number_is_given(start, monkeypatch):
     assert len(start(f"{FAULTS}:async_fault", num_workers=0)._workers) == 3
 
 
+@pytest.mark.slow
+def test_a_cluster_without_a_free_cpu_is_named(start, monkeypatch, caplog):
+    monkeypatch.setattr(reward_loop, "START_S", 0.0)
+    monkeypatch.setattr(reward_loop, "WEDGED_S", 0.0)
+    monkeypatch.setattr(reward_loop, "WORKER_CPUS", 1000)
+    with pytest.raises(RuntimeError, match="cannot be started: the Ray cluster has no free CPU; end other"):
+        start(f"{FAULTS}:async_fault")
+    assert "reward workers wait: the Ray cluster has no free CPU" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def shared(local_ray):
     """Yield shared(function), which returns one manager with two workers for all tests of this function.
