@@ -481,7 +481,13 @@ class Grader(threading.Thread):
             start_new_session=True,
         )
         its.close()
-        complaint = json.loads(self.ask(-1, json.dumps(vars(self.worker.job)).encode(), START_S))
+        try:
+            complaint = json.loads(self.ask(-1, json.dumps(vars(self.worker.job)).encode(), START_S))
+        except (EOFError, ConnectionError):
+            raise OSError(
+                "the grading process ended while it loaded --reward-fn; see its output in Ray's logs, and "
+                "note that it needs Linux 5.3 or newer"
+            ) from None
         if complaint:
             check_files(self.worker.job.files)
             raise ValueError(complaint)

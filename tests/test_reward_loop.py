@@ -82,6 +82,20 @@ def test_a_cluster_without_a_free_cpu_is_named(start, monkeypatch, caplog):
     assert "reward workers wait: the Ray cluster has no free CPU" in caplog.text
 
 
+@pytest.mark.slow
+def test_a_grading_process_that_ends_while_it_loads_is_named(start, tmp_path):
+    """An old Linux without pidfd_open has the same effect."""
+    rule = "def rule(data_source, solution_str, ground_truth, extra_info): return 1.0"
+    dies = "import os, sys\nif sys.argv[0].endswith('/reward_worker.py'): os._exit(1)"
+    (tmp_path / "rule.py").write_text(f"{dies}\n{rule}\n")
+    with pytest.raises(RuntimeError) as refused:
+        start(f"{tmp_path}/rule.py:rule")
+    begin = (
+        "a reward worker cannot be started: OSError: the grading process ended while it loaded --reward-fn;"
+    )
+    assert str(refused.value).startswith(begin) and "\n" not in str(refused.value)
+
+
 @pytest.fixture(scope="module")
 def shared(local_ray):
     """Yield shared(function), which returns one manager with two workers for all tests of this function.
