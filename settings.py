@@ -250,6 +250,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 "--rollout vllm and --reward-mode standalone"
             )
 
+    def server_configs(self, sleep_mode: bool = False) -> dict:
+        logs = Path(self.out_dir, "genrm_logs")
+        configs = super().server_configs(sleep_mode)
+        return {name: replace(config, log_dir=logs) for name, config in configs.items()}
+
     def policy_servers(self):
         """Return the genrm_server.Config of the servers of --rollout vllm."""
         import genrm_server

@@ -616,6 +616,14 @@ def test_checkpoints_are_written_now_and_then_by_default():
     assert 0 < config.save_every <= 50
 
 
+def test_all_logs_of_servers_are_in_the_output_directory():
+    """The working directory may be read-only."""
+    config = grpo_trainer.Config(model="m", train_file="t", out_dir="o", genrm=("a", "rm=b"))
+    logs = {name: judge.log_dir for name, judge in config.server_configs().items()}
+    assert logs == {"genrm": Path("o/genrm_logs"), "rm": Path("o/genrm_logs")}
+    assert config.policy_servers().log_dir == Path("o/rollout_logs")
+
+
 @pytest.mark.slow
 def test_an_evaluation_can_be_interrupted_at_once(workshop):
     """An evaluation may have thousands of samples.
