@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -624,7 +625,8 @@ class Process:
         self.stop()  # vLLM's engine can outlive its API server.
         self.log.parent.mkdir(parents=True, exist_ok=True)  # On a restart, it may have been deleted.
         # Sockets need a folder with a short path. guard() makes this folder, and kill_group() removes it.
-        self.folder = f"/tmp/vllm_{secrets.token_hex(4)}"
+        parent = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+        self.folder = f"{parent}/vllm_{secrets.token_hex(4)}"
         guard = [sys.executable, "-c", "import genrm_server; genrm_server.guard()"]
         guard += [str(os.getpid()), self.folder, self.cores]
         with open(self.log, "ab") as file:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -1375,6 +1376,18 @@ def test_files_of_the_user_do_not_replace_ours_in_a_child(tmp_path, monkeypatch)
     until(lambda: not child.alive())
     assert child.last_lines() == f"{ROOT}/router.py"
     child.stop()
+
+
+def test_a_child_has_a_folder_although_tmp_is_read_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", "import os; print(os.environ['TMPDIR'])"]
+    child = genrm_server.Process(tmp_path / "log", command, dict(os.environ))
+    child.start()
+    until(lambda: not child.alive())
+    assert child.last_lines() == child.folder and Path(child.folder).parent == tmp_path
+    child.stop()
+    assert not Path(child.folder).exists()
 
 
 MAPS = """
