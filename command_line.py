@@ -48,8 +48,8 @@ HIDDEN = "(hidden)"  # replaces secrets, because users share the files and the p
 # The ends of names whose values are secrets, such as API_KEY, apiKey, api_key_judge_two, --judge-token and
 # X-Auth. num_key_value_heads is not a secret.
 SECRET = re.compile(
-    r"(?:(token)s?|(?:key|secret|password|passwd|passphrase|pwd|credential|authorization|auth|bearer)s?"
-    r"(?!_value_)(?:[-_][a-z\d]+){0,9})[-_]?\d*$",
+    r"(?:(token)s?[-_]?\d*|(?:key|secret|password|passwd|passphrase|pwd|credential|authorization|auth|bearer)"
+    r"s?\d*(?![-_]value[-_]heads)(?:[-_]+[a-z\d]+){0,9}[-_]*)$",
     re.IGNORECASE,
 )
 

@@ -701,6 +701,11 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
             ),
         ),
         (
+            dict.fromkeys(("API_KEY_VALUE_1", "password_value_b", "api_key__judge", "key_1_"), "hush"),
+            dict.fromkeys(("API_KEY_VALUE_1", "password_value_b", "api_key__judge", "key_1_"), "(hidden)"),
+        ),
+        ("--num-key-value-heads 8", "--num-key-value-heads 8"),
+        (
             {
                 "stop_token_ids": [1, 2],
                 "max_tokens_per_micro_batch": 8192,
@@ -723,6 +728,13 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
 def test_secrets_are_hidden_wherever_they_are(value, expected):
     assert run_folder.without_secrets(value) == expected
     assert run_folder.without_secrets(expected) == expected
+
+
+def test_long_names_take_little_time():
+    start = time.thread_time()
+    settings = {"key_" + "1" * 20_000 + "!": "a"}
+    assert run_folder.without_secrets(settings) == settings
+    assert time.thread_time() - start < 0.2
 
 
 def test_the_files_about_a_start_contain_no_secrets(tmp_path, monkeypatch):
