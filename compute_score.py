@@ -512,6 +512,8 @@ def _compare(sides):
     # By default, math-verify drops units at the end, such as the t of 5t.
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     kinds = LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig()
+    # math-verify takes ^T for a transpose, and drops it if it does not follow a matrix.
+    sides = [re.sub(r"(?<!matrix\})\^(T|\{T\})", "^{(T)}", side) for side in sides]
     boxes = [f"\\boxed{{{side}}}" for side in sides]
     parsed = [parse(box, kinds, parsing_timeout=None, raise_on_error=True) for box in boxes]
     if not verify(*parsed, timeout_seconds=None, raise_on_error=True):
@@ -587,10 +589,10 @@ def _grade(pipe):
 
 # math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
 # value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
-# case of symbols with names such as \Omega and A_1. It takes ^T for a transpose, and the time 2:40 for 1/20.
+# case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20.
 _NOT_READ = re.compile(
     r"=|.'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
-    r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\^T|\^\{T\}|\b\d\d?:[0-5]\d\b|"
+    r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )
 

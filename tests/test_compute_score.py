@@ -2299,6 +2299,8 @@ a^2+2 | a^2+2ab
 5\$ | 5\text{ cents}
 1+r | (1+r)^T
 3 | 2^{T}+1
+2^T+1 | 3^T
+5 \cdot 2^T | 10^T
 2:40 | 1:20
 12:30 | 6:15
 """
@@ -2324,6 +2326,8 @@ f'(x)+1 | 1+f'(x)
 2t+3t | 5t
 2:3 | 4:6
 (1+r)^T | (r+1)^T
+2^{T}x | x2^{T}
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^T | \begin{pmatrix}1&3\\2&4\end{pmatrix}
 """
 
 
