@@ -473,9 +473,10 @@ def _find_answer(data_source, text):
         _, mark, rest = text.rpartition("####")
         line = rest.strip().partition("\n")[0]
         number = re.fullmatch(
-            r"(?i)[\\$€£(* ]*+([-−+]?)[\\$€£ ]*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?+)"
-            r"(?!,?\d|[\s*]*(?:(?:k|(?-i:M)|mil|or|and|to)\b|dozen|hundred|thousand|million|billion"
-            r"|[²³¼-¾⅐-⅞&]))[^0-9]*",
+            r"(?i)[\\$€£(* ]*+([-−+]?)[\\$€£ ]*(?=\.?[0-9])"
+            r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?+)"
+            r"(?!,?\d|[\s*]*(?:(?:k|(?-i:[MB])|mil|bn|or|and|to(?!\s(?:be|the)\b))\b|dozen|hundred|thousand"
+            r"|million|billion|[²³¼-¾⅐-⅞&]))[^0-9]*",
             line,
         )
         if mark and number:  # "18 or 20", "1,2" and "5 million" are not answers.

@@ -234,6 +234,10 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
         ("#### 1234 mil", False),
         ("#### 1234 & a half", False),
         ("#### 1234 to twelve hundred", False),
+        ("#### 1234 to be exact", True),
+        ("#### 1234 to the nearest dollar", True),
+        ("#### 1234B", False),
+        ("#### 1234 bn", False),
         ("#### 1234 eggs (6 per day)", False),  # two numbers
     ],
 )
@@ -251,6 +255,11 @@ def test_a_decimal_after_hashes_needs_no_zero():
     assert scores.compute_score_gsm8k("gsm8k", "#### $.50", "0.5")["pred"] == "0.5"
     assert scores.compute_score_gsm8k("gsm8k", "#### -.5", "-0.5")["acc"]
     assert scores.compute_score_gsm8k("gsm8k", "#### ...5", "5")["pred"] == "[INVALID]"
+
+
+@pytest.mark.parametrize("rest", ["- five", "-", "- none", "five", "$ unknown"])
+def test_words_after_hashes_are_no_answer(rest):
+    assert scores.compute_score_gsm8k("gsm8k", f"#### {rest}", "5")["pred"] == "[INVALID]"
 
 
 @pytest.mark.parametrize("solution", ["#### 7 so \\boxed{8", "\\boxed{7} so \\boxed{8"])
