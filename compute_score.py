@@ -819,8 +819,8 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
     return template.format(problem=problem, answer=answer, solution=solution)
 
 
-_THOUGHT_TAG = re.compile(r"<(/?)(?:seed:think|thought)>|\[(/?)THINK\]")  # other models' <think>
-_QUOTED_TAG = re.compile("""["'`“‘]</?think>["'`”’]""")
+_THOUGHT_TAGS = ("<think>", "<seed:think>", "<thought>", "[THINK]")  # the tags of several models
+_QUOTED_TAG = re.compile(r"""["'`“‘](?:</?(?:(?:seed:)?think|thought)>|\[/?THINK\])["'`”’]""")
 
 
 def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
@@ -830,10 +830,11 @@ def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
     quotation marks is quoted from the solution. A box that does not begin within the last `num_chars`
     characters may be a quotation in a reply without a verdict.
     """
-    text = _THOUGHT_TAG.sub(r"<\1\2think>", text)
-    _, _, reply = _QUOTED_TAG.sub("", text).rpartition("</think>")
-    if "<think>" in reply:  # The thought is not closed.
+    text = _QUOTED_TAG.sub("", text)
+    rests = {tag: text.rpartition(f"{tag[0]}/{tag[1:]}")[2] for tag in _THOUGHT_TAGS}
+    if any(tag in rest for tag, rest in rests.items()):  # The thought is not closed.
         return None
+    reply = min(rests.values(), key=len)
     boxed = last_boxed_only_string(reply.rstrip()[-num_chars:])
     return boxed and remove_boxed(boxed)
 

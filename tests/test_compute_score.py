@@ -751,6 +751,10 @@ def test_braces_in_a_solution_are_not_templates():
         ("<thought>\\boxed{1}</thought>I cannot decide.", None),
         ("<thought>So \\boxed{1}", None),
         ("[THINK]\\boxed{0}[/THINK]So \\boxed{1}", 1),
+        ("<think>A <thought>b</thought> draft \\boxed{1}", None),  # Another tag does not close <think>.
+        ("[THINK]A <think>b</think> draft \\boxed{1}", None),
+        ("<think>A <thought>b</thought> \\boxed{0}</think>So \\boxed{1}", 1),
+        ('<thought>Hm.</thought>It writes "[/THINK]" and `<seed:think>`. \\boxed{1}', 1),
     ],
 )
 def test_parse_critique(text, index):
