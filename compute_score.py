@@ -254,7 +254,8 @@ def _name_value_unit(text):
     names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
     constants = [head for head in heads if _CONSTANT.fullmatch(head)]
     name = "".join(names[:1])
-    if len(constants) == len(heads) - 1 and _SUM.fullmatch(heads[0]) and re.fullmatch(r"[1-9]\d*", value):
+    sums = [head for head in constants if "+" in head]
+    if len(sums) == len(heads) - 1 and _SUM.fullmatch(heads[0]) and re.fullmatch(r"[1-9]\d*", value):
         name = heads[0]
     elif len(names) + len(constants) < len(heads) or constants and not _CONSTANT.fullmatch(value):
         return "", text, ""  # an equation
