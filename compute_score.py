@@ -202,14 +202,14 @@ START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{
 \.(?!\d|\\overline|\\dot)                   →
 (^|=)(-?)0+(?=\d+(?![\d.]))                 → \1\2
 # Rates: dollars per day, mph, m/s
-(?:~|(?<=\d))per~                           → /
+(?:~|(?<=[\d$]))per~                        → /
 (?<![a-zA-Z\\])mph\b                        → miles/h
 (?<=[\d})i])m(?=/s\b)                       → meters
 # A row separator at the end of a matrix, any matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
 \\\\(?=\\end)                               →
 [(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
-\\\$(-?\d[\d.]*)                            → \1dollars
-(?<=\d)\\\$$                               → dollars
+\\\$(-?\d[\d.]*)(?:\\\$)?                   → \1dollars
+(?<=\d)\\\$(?=$|/)                          → dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →

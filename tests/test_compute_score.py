@@ -362,6 +362,7 @@ x_{1,2} | x_{12}
 m+n=256+37=294 | 293
 m+n=k+37=293 | 293
 m+n=293=5 | 5
+5\$\text{ per day} | 5\text{ cents/day}
 m+n = \frac{1}{2} = 293 | 293
 x+y=1+1=x | x
 """
@@ -433,6 +434,9 @@ x²y | x^2y
 5\text{ cm/sec} | 5\text{ cm/s}
 \$5\text{ per day} | 5\text{ dollars/day}
 5\$ | 5
+\$5\$ | 5
+5\$/h | 5
+5\$\text{ per day} | 5\text{ dollars/day}
 \frac{10,000}{3} | \frac{10000}{3}
 \sqrt{1,000} | \sqrt{1000}
 \text{The answer is (A)} | A
