@@ -135,6 +135,9 @@ def begin(files: list[int], arguments, folder, environment, cores) -> tuple[list
     os.setsid()
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
+    sys.stdout = open(
+        1, "w", closefd=False
+    )  # The old one would treat a pipe as a file if the old output is one.
     for file, own in zip(files[3:], NAMESPACES):
         if not os.path.samestat(os.fstat(file), os.stat(own)):  # on a host of hosts.py
             assert ctypes.CDLL(None).setns(file, 0) == 0
@@ -307,5 +310,6 @@ def end(script) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # Ray may be starting, see connect_ray().
     script = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     end(lambda: become(*script))
