@@ -1032,6 +1032,18 @@ def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model
         policy_of(model)
 
 
+def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, tmp_path):
+    """Vicuna and some fine-tuned Mistral models have such files, which transformers reads but refuses to
+    write.
+    """
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_p": 0.6}))
+    policy = Policy(config_of(), str(tmp_path), CPU)
+    policy.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/generation_config.json").read_text())["temperature"] == 0.9
+
+
 BEAMS = {"early_stopping": True, "length_penalty": 1.2}
 
 
@@ -1039,7 +1051,6 @@ BEAMS = {"early_stopping": True, "length_penalty": 1.2}
 @pytest.mark.parametrize(
     "name, stored, dropped",
     [
-        ("generation_config.json", {}, ()),
         ("generation_config.json", BEAMS | {"num_beams": 2}, ()),
         ("generation_config.json", {"pad_token_id": -1} | BEAMS, {"pad_token_id": -1} | BEAMS),
         ("generation_config.json", {"output_scores": True}, ("output_scores",)),
@@ -1055,9 +1066,7 @@ BEAMS = {"early_stopping": True, "length_penalty": 1.2}
 def test_settings_of_generate_do_not_make_saving_impossible(
     name, stored, dropped, lora_rank, model, tokenizer, tmp_path
 ):
-    """Vicuna, some fine-tuned Mistral models and the first conversions of Llama have such files, which
-    transformers reads but refuses to write.
-    """
+    """The first conversions of Llama have such files, which transformers reads but refuses to write."""
     model.save_pretrained(tmp_path)
     sampling = {"temperature": 0.9, "top_p": 0.6}
     if name == "config.json":
