@@ -81,11 +81,11 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
     if dtype == "auto" and has_rounded_constants(model):
         return load_causal_lm(source, torch.float32, trust_remote_code, max_positions)
-    check_settings(model, source)
+    make_savable(model, source)
     return model
 
 
-def check_settings(model, source: str) -> None:
+def make_savable(model, source: str) -> None:
     """Drop settings of transformers' generate() that transformers reads, but would not save.
 
     Nothing here calls generate(). Raises ValueError if the settings still cannot be saved.

@@ -332,7 +332,7 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
     counts = verdict_counts(sample.result for sample in chain(*without_failures(groups)))
     counts["step"] = batch.step  # A resumed run drops the counts of steps that it repeats.
     # A step that needed no verdict only matters while there are few samples.
-    if counts["needed"] or sum(counts["samples"] for counts in recent[1:]) < MIN_VERDICTS:
+    if counts["needed"] or sum(earlier["samples"] for earlier in recent[1:]) < MIN_VERDICTS:
         recent.append(counts)
     while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
         del recent[0]

@@ -251,6 +251,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             )
 
     def server_configs(self, sleep_mode: bool = False) -> dict:
+        """Return the judges' configurations, with their logs in the output directory."""
         logs = Path(self.out_dir, "genrm_logs")
         configs = super().server_configs(sleep_mode)
         return {name: replace(config, log_dir=logs) for name, config in configs.items()}

@@ -202,7 +202,7 @@ class Trajectory:
         ids = self._checked(self._runner.encode(*texts, context=context), kept)
         if follows_prompt and not self._replies:
             sample.prompt_ids = self._runner.without_opening(sample.prompt_ids)
-        # The tokens up to the end of a content belong to its turn. Only the previous one has no known end.
+        # A turn has the tokens up to the end of its content. That of the previous reply is not known yet.
         ends = [*accumulate(turn["tokens"] for turn in sample.turns[first:-1])]
         if self._replies:
             ends.append(len(self._runner.encode(*texts[: 2 * len(self._replies)], context=context)))
