@@ -704,13 +704,13 @@ def _fold(char):
 
 def _replace_brackets(text, pattern, brackets):
     """Replace the brackets around each match. The pattern is compared with the folded text."""
-    folded = text if text.isascii() else "".join(map(_fold, text))
-    parts, place = [], 0
+    folded = text
+    if not text.isascii():
+        folded = "".join(map(_fold, text))
+    characters = list(text)
     for found in pattern.finditer(folded):
-        start, end = found.span()
-        parts += text[place:start], brackets[0], text[start + 1 : end - 1], brackets[1]
-        place = end
-    return "".join(parts) + text[place:]
+        characters[found.start()], characters[found.end() - 1] = brackets
+    return "".join(characters)
 
 
 # Control tokens of common chat templates, which a judge's tokenizer reads even inside a user's message.
