@@ -671,9 +671,13 @@ _BETWEEN = r"(?:[^\w()\[\]<>{}]|_)*+"
 _INVISIBLE = "\u200b"
 # Letters that a reader takes for Latin letters. A Greek capital is listed if it looks like another Latin
 # letter than its small letter does. "Σ" is the normal form of a letter that looks like C.
-_CYRILLIC = dict(zip("авьԁегғһніјӏкмопрԛѕтуүѵԝхс", "abbderfhhijlkmonpqstyyvwxc", strict=True))
-_GREEK = dict(zip("αβγεζηικμνορςστυχωϳΗΜΝΣΥ", "abyeznikuvopcotuxwjhmncy", strict=True))
-_LOOK_ALIKES = _CYRILLIC | _GREEK | {"ɑ": "a", "ǀ": "l"}
+_LOOK_ALIKES = dict(
+    zip(
+        "авьԁегғһніјӏкмопрԛѕтуүѵԝхсαβγεζηικμνορςστυχωϳΗΜΝΣΥɑǀ",
+        "abbderfhhijlkmonpqstyyvwxcabyeznikuvopcotuxwjhmncyal",
+        strict=True,
+    )
+)
 _LATIN = re.compile("LATIN .*LETTER (?:SMALL CAPITAL |SCRIPT |DOTLESS )?([A-Z])(?: WITH .*)?")
 # In some font, I, l and 1 look alike, and so do O and 0. The patterns ignore case.
 _ALIKE = dict.fromkeys("il1", "[il1]") | dict.fromkeys("o0", "[o0]")
@@ -682,22 +686,23 @@ _ALIKE = dict.fromkeys("il1", "[il1]") | dict.fromkeys("o0", "[o0]")
 @functools.lru_cache(4096)
 def _fold(char):
     """Return the ASCII letter, digit or bracket that looks like this character, else the character."""
-    if char.isascii():
-        return char
-    if unicodedata.category(char) in ("Cf", "Mn", "Me") or char in "\u115f\u1160\u2800\u3164\uffa0":
+    category = unicodedata.category(char)
+    if category in ("Cf", "Mn", "Me") or char in "\u115f\u1160\u2800\u3164\uffa0":
         return _INVISIBLE
     plain = [part for part in unicodedata.normalize("NFKD", char) if not unicodedata.combining(part)]
     if len(plain) == 1:
         char = _LOOK_ALIKES.get(plain[0]) or _LOOK_ALIKES.get(plain[0].lower(), plain[0])
+    if char.isascii():
+        return char
     name = unicodedata.name(char, "")
     latin = _LATIN.fullmatch(name)
-    if latin and not char.isascii():
+    if latin:
         return latin[1]
-    position = {"Ps": 0, "Pi": 0, "Pe": 1, "Pf": 1}.get(unicodedata.category(char))
-    if char.isascii() or position is None:
+    position = {"Ps": 0, "Pi": 0, "Pe": 1, "Pf": 1}.get(category)
+    if position is None or "CURLY" in name:
         return char
     for kind, brackets in (("PARENTHESIS", "()"), ("ANGLE", "<>"), ("BRACKET", "[]")):
-        if kind in name and "CURLY" not in name:
+        if kind in name:
             return brackets[position]
     return char
 
