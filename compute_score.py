@@ -140,8 +140,9 @@ def _tokens(answer):
     return found
 
 
-def _members(answer):
-    """Split an answer at its top-level commas and return the normal form of each member.
+@functools.lru_cache(4096)  # All samples of a group share a ground truth.
+def _parts(answer):
+    """Split an answer at its top-level commas and return (name, normalised value, unit) for each member.
 
     In the normal form, braces surround the arguments of commands and nothing else, and white space remains
     only between words or numbers.
@@ -158,16 +159,19 @@ def _members(answer):
             wanted = 0
             if groups:
                 wanted = groups.pop()
-            if not wanted:
+            if wanted:
+                wanted -= 1
+            else:
                 token = ""
-            wanted = max(0, wanted - 1)
         elif wanted:  # In LaTeX an argument without braces is one character or one command.
-            size = len(token) if token[0] == "\\" else 1
-            todo += [token[size:]] * (size < len(token)) + ["}", token[:size], "{"]
+            first, rest = re.fullmatch(r"(\\.*|.)(.*)", token).groups()
+            if rest:
+                todo.append(rest)
+            todo += ["}", first, "{"]
             continue
         else:
             wanted = _ARGUMENTS.get(token.partition("[")[0], 0)
-        depth += (token in _OPENING) - (token in _CLOSING)
+        depth += (token in ("(", "[", "\\{")) - (token in (")", "]", "\\}"))
         if depth == 0 and token not in (",", ";"):
             token = token.replace(",", "")  # the thousands of 10,000
         elif depth == 0 and not any(groups):
@@ -177,10 +181,9 @@ def _members(answer):
     text = " ".join(found)
     for pattern, replacement in _SPELLINGS:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    return [member.replace("~", " ") for member in text.split("\n") if member]
+    return [_name_value_unit(member.replace("~", " ")) for member in text.split("\n") if member]
 
 
-_OPENING, _CLOSING = ("(", "[", "\\{"), (")", "]", "\\}")
 # These substitutions span several tokens and are applied in order. Each line has a regular expression, an
 # arrow and a replacement. The text has one line per member of the answer, and ~ marks white space to keep.
 _SPELLINGS = r"""
@@ -261,12 +264,6 @@ def _name_value_unit(text):
         return "", text, ""  # an equation
     rate = re.sub("(?<=^/h)(our|r)$|(?<=^/s)ec.*", "", rate)
     return name, value, _UNITS.get(unit, unit) + rate + power
-
-
-@functools.lru_cache(4096)  # All samples of a group share a ground truth.
-def _parts(answer):
-    """Return (name, normalised value, unit) for each member of an answer."""
-    return [_name_value_unit(member) for member in _members(answer)]
 
 
 def normalize_final_answer(answer: str) -> str:
