@@ -63,9 +63,13 @@ def remove_boxed(boxed: str) -> str:
 
 
 # The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1) as used in DAPO; docs/answers.md
-# lists extensions and stricter rules. An answer is split into LaTeX tokens. The tokens on each line of this
-# table are synonyms, and the first one replaces the others.
-_SAME = r"""
+# lists extensions and stricter rules. An answer is split into LaTeX tokens. The tokens on each line of the
+# first table, and between semicolons of the second one, are synonyms. The first one replaces the others.
+def _first_of_line(table):
+    return {token: line.split()[0] for line in re.split("[\n;]", table) for token in line.split()}
+
+
+_SAME = _first_of_line(r"""
 - − – ‑
 \pi π
 \infty ∞
@@ -90,24 +94,15 @@ percent % \%
 degrees degree ° \degree ^\circ ^{\circ}
 meters \text{m} \textrm{m} \mathrm{m}
 , and
-"""
-# Here, synonyms end at a semicolon or at the end of a line.
-_UNITS = """
+""")
+_UNITS = _first_of_line("""
 units unit; dollars dollar; cents cent; percent; degrees; points; digits; ways; integers; multiples; th
 meters meter; cm centimeter centimeters; mm millimeter millimeters; km kilometer kilometers
 inches inch in; feet foot ft; yards yard; miles mile
 kg kilogram kilograms; grams gram g; pounds pound lb lbs; liters liter
 seconds second; minutes minute min; hours hour hr hrs; days day; weeks week; months month; years year
 degreesC; degreesF; meals; edges; students; children; people; tickets
-"""
-
-
-def _first_of_line(table):
-    return {token: line.split()[0] for line in re.split("[\n;]", table) for token in line.split()}
-
-
-_SAME = _first_of_line(_SAME)
-_UNITS = _first_of_line(_UNITS)
+""")
 _UNICODE = str.maketrans({"²": "^2", "³": "^3", "½": "\\frac12"})
 _TOKEN = re.compile(
     r"""
@@ -191,7 +186,7 @@ _SPELLINGS = r"""
 (?:^\x20?|(?<=\x20or\x20))([^=\n]+)=([^=\n]+?)\n?\x20or\x20(?=\1=) → \1=\2\n
 # Spaces
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
-(?<=\d)\x20(?=\d)|(?<=LL)\x20(?=LL)         → ~
+(?<=\d)\x20(?=\d)|(?<=[^\W\d_]{2})\x20(?=[^\W\d_]{2}) → ~
 \x20                                        →
 # 1/2, \pi/2, and 1 1/2; a minus in a numerator moves before the fraction, except in 2\frac{-1}{2}
 START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
@@ -221,7 +216,6 @@ cubic~([a-z]+)$                             → \1^3
 """
 _NEGATION = r"\b(?:not|no\b|never|neither|nor\b|none|cannot|isn|without|wrong|false)"
 for _short, _long in {
-    "LL": r"[^\W\d_]{2}",
     "START": r"(?:^|(?<=[(\[{,\n=&+<>~-])|(?<=\\\\)|(?<=matrix\}))",
     "END": r"(?=$|[)\]},\n=&+<>-]|\\\\|\\(?:end|cup|[lg]e)\b|[a-z]{2})",
     "GROUP": r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}",
@@ -246,14 +240,14 @@ _NAME = (
 _CONSTANT = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|binom|ln|log|pm)(?![a-zA-Z]) ?|[^a-zA-Z\\=<>])+")
 _SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")
 _NAME = re.compile(_NAME)
-_UNIT = "|".join(sorted(_UNITS, reverse=True))
-_UNIT = re.compile(rf"(.*?[\d}})i]) ?({_UNIT})(/\w+)?(\^[23])?")
+_UNIT = "|".join(_UNITS)
+_UNIT = re.compile(rf"(.*?)(?:(?<=[\d}})i]) ?({_UNIT})(/\w+)?(\^[23])?)?")
 
 
 def _name_value_unit(text):
     """Split one member into name, value and unit. An equation other than "name = value" counts as a value."""
     *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
-    value, unit, rate, power = (_UNIT.fullmatch(value) or re.fullmatch("(.*)()()()", value)).groups("")
+    value, unit, rate, power = _UNIT.fullmatch(value).groups("")
     names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
     constants = [head for head in heads if _CONSTANT.fullmatch(head)]
     name = "".join(names[:1])
