@@ -355,7 +355,7 @@ def _is_numeric(value):
     """Return whether a nonempty list or set contains only numbers, and lists and sets of numbers."""
     if isinstance(value, (list, tuple, set)):
         return len(value) > 0 and all(map(_is_numeric, value))
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    return type(value) in (int, float, complex)
 
 
 def question_of(extra_info: dict | None) -> str:
@@ -827,11 +827,12 @@ def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
     quotation marks is quoted from the solution. A box that does not begin within the last `num_chars`
     characters may be a quotation in a reply without a verdict.
     """
-    text = _QUOTED_TAG.sub("", text)
-    rests = {tag: text.rpartition(f"{tag[0]}/{tag[1:]}")[2] for tag in _THOUGHT_TAGS}
-    if any(tag in rest for tag, rest in rests.items()):  # The thought is not closed.
-        return None
-    reply = min(rests.values(), key=len)
+    reply = text = _QUOTED_TAG.sub("", text)
+    for tag in _THOUGHT_TAGS:
+        rest = text.rpartition(f"{tag[0]}/{tag[1:]}")[2]
+        if tag in rest:  # The thought is not closed.
+            return None
+        reply = min(reply, rest, key=len)
     boxed = last_boxed_only_string(reply.rstrip()[-num_chars:])
     return boxed and remove_boxed(boxed)
 
@@ -839,8 +840,10 @@ def final_box(text: str, num_chars=TAIL_CHARS) -> str | None:
 def parse_critique(text: str, num_paragraphs: int | None) -> int | None:
     """Return the index in the final box (-1: no error found), or None if it is not a valid index."""
     box = re.fullmatch(r"\s*[-−+]?[0-9]+\s*", final_box(text) or "")  # int() would also read 1_0.
-    index = int(box[0].replace("−", "-")) if box else None
-    if index is None or index < -1 or (num_paragraphs is not None and index >= num_paragraphs):
+    if not box:
+        return None
+    index = int(box[0].replace("−", "-"))
+    if index < -1 or num_paragraphs is not None and index >= num_paragraphs:
         return None
     return index
 
