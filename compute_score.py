@@ -505,10 +505,11 @@ def _compare(sides):
     # By default, math-verify drops units at the end, such as the t of 5t.
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     kinds = LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig()
-    # math-verify takes ^T for a transpose, and drops it if it does not follow a matrix.
-    sides = [re.sub(r"(?<!matrix\})\^(T|\{T\})", "^{(T)}", side) for side in sides]
-    boxes = [f"\\boxed{{{side}}}" for side in sides]
-    parsed = [parse(box, kinds, parsing_timeout=None, raise_on_error=True) for box in boxes]
+    parsed = []
+    for side in sides:
+        # math-verify takes ^T for a transpose, and drops it if it does not follow a matrix.
+        side = re.sub(r"(?<!matrix\})\^(T|\{T\})", "^{(T)}", side)
+        parsed.append(parse(f"\\boxed{{{side}}}", kinds, parsing_timeout=None, raise_on_error=True))
     if not verify(*parsed, timeout_seconds=None, raise_on_error=True):
         return False
     truth, answer = (side[0] for side in parsed)
@@ -546,9 +547,9 @@ def _start_grader():
     if pid == 0:
         try:
             ours.close()
-            _grade(its)
+            _grade(its)  # It ends with an error when the parent has ended or closed the pipe.
         finally:
-            os._exit(0)  # without the parent's cleanup
+            os._exit(0)  # without the parent's cleanup and without a traceback
     its.close()
     return pid, ours
 
@@ -563,21 +564,20 @@ def _grade(pipe):
     limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _keep_case()
-    with contextlib.suppress(EOFError, ConnectionError):  # The parent has ended or closed the pipe.
-        while True:
-            sides = pipe.recv()
-            # These signals end this process even while C code runs.
-            signal.setitimer(signal.ITIMER_PROF, GRADE_TIMEOUT_S)
-            signal.alarm(GRADE_WALL_S)
-            try:
-                verdict = _compare(sides)
-            except MemoryError:
-                verdict = None
-            except Exception:  # Answers that math-verify cannot compare count as different.
-                verdict = False
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.alarm(0)
-            pipe.send(verdict)
+    while True:
+        sides = pipe.recv()
+        # These signals end this process even while C code runs.
+        signal.setitimer(signal.ITIMER_PROF, GRADE_TIMEOUT_S)
+        signal.alarm(GRADE_WALL_S)
+        try:
+            verdict = _compare(sides)
+        except MemoryError:
+            verdict = None
+        except Exception:  # Answers that math-verify cannot compare count as different.
+            verdict = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        pipe.send(verdict)
 
 
 # math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
@@ -597,14 +597,14 @@ def _math_verify(answer, truth):
     """
     import math_verify  # noqa: F401  (Child processes share what is imported before the fork.)
 
-    if answer == truth or is_equal(answer, truth):
+    if is_equal(answer, truth):
         return True
     parts, true_parts = _parts(answer), _parts(truth)
     answer, truth = _values(parts), _values(true_parts)
     if answer.isalpha() and truth.isalpha() or _NOT_READ.findall(answer) != _NOT_READ.findall(truth):
         return False
-    lengths = {len(parts), len(true_parts)}
-    if not _agree(parts, true_parts) or len(lengths) > 1 and min(lengths) > 1:  # lists of different lengths
+    fewer, more = sorted([len(parts), len(true_parts)])
+    if not _agree(parts, true_parts) or 1 < fewer < more:  # lists of different lengths
         return False
     free, lock = _graders.setdefault(os.getpid(), ([], threading.Lock()))  # atomic
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
