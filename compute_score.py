@@ -770,8 +770,8 @@ def show_solution(solution_str: str, turns=()) -> str | list[str]:
     No text can claim another author: "(tool)" in a text, or a near copy of it, becomes "{tool}". A response
     of a single turn is a trajectory if a rollout function has sampled it. Only such turns have `tokens`.
     """
-    authors = dict.fromkeys(["policy", "tool", "user", *(turn["who"] for turn in turns or ())])
-    pattern = _author_pattern(tuple(authors))
+    authors = ["policy", "tool", "user", *(turn["who"] for turn in turns or ())]
+    pattern = _author_pattern(frozenset(authors))
     if not turns or len(turns) == 1 and turns[0].get("tokens") is None:
         return _replace_brackets(solution_str, pattern, "{}")
     shown = []
@@ -1079,9 +1079,8 @@ async def _complete_chat(address, body):
             await _check_name(address, body["model"])
         if error.status != 400 or "max_tokens" not in body:
             raise
-        if model is not None:
-            with contextlib.suppress(Exception):  # The first error is the one to report.
-                served = await served_model(address, model)
+        with contextlib.suppress(Exception):  # The first error is the one to report.
+            served = await served_model(address, model)
         if not served.get("max_model_len"):
             raise
     del body["max_tokens"]  # The prompt may leave fewer than max_tokens tokens.
@@ -1120,8 +1119,8 @@ def _read_reply(reply):
         _raise_if_failed(choice)
         end = choice.get("finish_reason")
         message = choice["message"]
-        if end == "length" and not (message and message.get("content")):
-            message = {"content": None}  # The thought used all tokens, and some servers leave out the rest.
+        if end == "length":  # The thought used all tokens, and some servers leave out the rest.
+            message = {"content": None} | (message or {})
         text = message["content"] or ""  # null if a reasoning parser found no final answer
         if isinstance(text, list):  # Some servers send the content in parts.
             text = [part.get("text") or "" for part in text]
@@ -1264,10 +1263,9 @@ async def compute_score_fapo(
     if is_asked:
         if reward_router_address is None:
             raise ValueError(NO_JUDGE)
-        question, truth = question_of(extra_info), single_answer(ground_truth, data_source)
         verdict = await judge_solution(
-            question,
-            truth,
+            question_of(extra_info),
+            single_answer(ground_truth, data_source),
             show_solution(solution_str, turns),
             reward_router_address,
             prompt_style,
@@ -1285,10 +1283,11 @@ async def compute_score_fapo(
         flawed = first_wrong != -1
     if result["acc"] is False:  # A wrong answer is not a flawed positive, whatever the judge says.
         flawed = False
-    if flawed is None and not only_measures:
-        result["score"] = None
-    elif flawed and not only_measures:
-        result["score"] -= penalty
+    if not only_measures:
+        if flawed is None:
+            result["score"] = None
+        elif flawed:
+            result["score"] -= penalty
     if not keep_critique:
         del verdict["critique"]
     return result | {"flawed_positive": flawed} | verdict
