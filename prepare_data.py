@@ -69,14 +69,15 @@ INT = pa.int64()
 
 
 def _schema(ground_truth, **extra):
-    fields = {
-        "data_source": TEXT,
-        "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
-        "ability": TEXT,
-        "reward_model": pa.struct({"style": TEXT, "ground_truth": ground_truth}),
-        "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra),
-    }
-    return pa.schema(fields)
+    return pa.schema(
+        {
+            "data_source": TEXT,
+            "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
+            "ability": TEXT,
+            "reward_model": pa.struct({"style": TEXT, "ground_truth": ground_truth}),
+            "extra_info": pa.struct({"split": TEXT, "index": INT, "question": TEXT} | extra),
+        }
+    )
 
 
 REASONING = _schema(TEXT)
@@ -245,9 +246,8 @@ def checked_message(message) -> dict:
     if content is None and kept.get("tool_calls"):  # Only calls: some templates would write "None".
         content = kept["content"] = ""
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            content = kept["content"] = "".join(texts)
+        with contextlib.suppress(TypeError, LookupError):  # A part is not an object with a text.
+            content = kept["content"] = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(
             f"prompt contains a {message['role']} message with the content {content!r:.60}; "
@@ -295,8 +295,7 @@ def _final_answer(raw, columns):
         columns = ANSWER  # A column `solution` is then a worked solution.
     column = _column(raw, columns)
     answer = raw[column]
-    is_infinite = answer in (math.inf, -math.inf)  # such as 1e400
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or is_infinite:
+    if type(answer) not in (str, int, float) or answer in (math.inf, -math.inf):  # such as 1e400
         raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number, and finite")
     answer = written_out(answer).strip()
     if last_boxed_only_string(answer) not in (None, answer):
@@ -589,11 +588,10 @@ def write_made(spec: str, config: Config) -> dict[str, int]:
         raise ValueError(f"--tasks {spec}: {text} is not a JSON object ({error}); correct it") from error
     maker = importlib.import_module(MAKERS[name])
     try:
-        made = maker.make_rows(task, settings)
+        with errors_at(f"--tasks {spec}"):
+            made = maker.make_rows(task, settings)
     except ImportError as error:
         raise OSError(f"--tasks {spec}: {error}; run pip install -r requirements-extra.txt") from error
-    except ValueError as error:
-        raise ValueError(f"--tasks {spec}: {error}") from error
     for split, rows in made.items():
         if not rows:
             raise ValueError(f"--tasks {spec}: the task has no {split} rows; pass a larger size or range")
@@ -614,12 +612,14 @@ def prepare(config: Config) -> dict[str, int]:
     source_dir = config.source_dir
     if source_dir and not source_dir.is_dir():
         raise OSError(f"--source-dir {source_dir}: must be an existing directory")
-    generated = [task for task in config.tasks if task.startswith("reasoning_gym:")]
-    names = [task.split(":")[1] for task in generated]
+    generated = []
     for task in config.tasks:
-        if task not in generated and task not in get_args(Task):
+        if task.startswith("reasoning_gym:"):
+            generated.append(task)
+        elif task not in get_args(Task):
             choices = ", ".join(get_args(Task))
             raise ValueError(f"--tasks {task}: unknown task; choose from {choices}, reasoning_gym:NAME")
+    names = [task.split(":")[1] for task in generated]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
