@@ -167,10 +167,11 @@ def _parts(answer):
         else:
             wanted = _ARGUMENTS.get(token.partition("[")[0], 0)
         depth += (token in ("(", "[", "\\{")) - (token in (")", "]", "\\}"))
-        if depth == 0 and token not in (",", ";"):
-            token = token.replace(",", "")  # the thousands of 10,000
-        elif depth == 0 and not any(groups):
-            token = "\n"
+        if depth == 0:
+            if token not in (",", ";"):
+                token = token.replace(",", "")  # the thousands of 10,000
+            elif not any(groups):
+                token = "\n"
         if token:
             found.append(token)
     text = " ".join(found)
@@ -739,8 +740,10 @@ def _frame_pattern(frame):
         if any(len(part) == 1 for part in parts):
             patterns.append(rf"[\[<]{_BETWEEN}{_near_copies(parts)}{_BETWEEN}[\]>]")
         elif parts:  # "2 < 4 > 3" is not a copy of <4>, except at the start of a line.
-            patterns.append(rf"{first}{_INVISIBLE}*\d+{_INVISIBLE}*{last}")
-            patterns.append(rf"(?m:^){first}[\s{_INVISIBLE}]*\d+[\s{_INVISIBLE}]*{last}")
+            patterns += [
+                rf"{first}{_INVISIBLE}*\d+{_INVISIBLE}*{last}",
+                rf"(?m:^){first}[\s{_INVISIBLE}]*\d+[\s{_INVISIBLE}]*{last}",
+            ]
         else:
             patterns.append(re.escape(marker))
     return re.compile("|".join(patterns), re.IGNORECASE)
@@ -918,9 +921,9 @@ def _raise_if_failed(reply):
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
-    code = str(error.get("code")) if isinstance(error, dict) else ""
-    # Without a status, assume 502: the server behind the gateway failed.
-    status = int(code) if re.fullmatch(r"[45]\d\d", code) else 502
+    status = 502  # Without a status, assume that the server behind the gateway failed.
+    if isinstance(error, dict) and re.fullmatch(r"[45]\d\d", str(error.get("code"))):
+        status = int(error["code"])
     raise ReplyError(status, f"{error!s:.200}")
 
 
@@ -1344,10 +1347,10 @@ def compute_score_fapo_genrm(
     result = {"score": score, "acc": acc, "exact": exact, "gt": truth}
     if on_no_verdict == "rule":
         return result
-    rates = {"pred": pred, "recall": None, "location": None, "sound_kept": acc}
+    result |= {"pred": pred, "recall": None, "location": None, "sound_kept": acc}
     if flawed:
-        rates |= {"recall": acc, "location": exact, "sound_kept": None}
-    return result | rates
+        result |= {"recall": acc, "location": exact, "sound_kept": None}
+    return result
 
 
 def _read_label(ground_truth, extra_info):

@@ -343,14 +343,14 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     """Build a row with four choices. Their order depends only on the seed and the question."""
     question = str(_pick(raw, "Question"))
-    columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    choices = [str(_pick(raw, column)).strip() for column in columns]
-    order = [0, 1, 2, 3]  # Positions are shuffled because two choices may have the same text.
-    Random(f"{seed} {question}").shuffle(order)
-    shuffled = [choices[position] for position in order]
+    columns = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
+    choices = {column: str(_pick(raw, column)).strip() for column in columns}
+    # Names of columns are shuffled because two choices may have the same text.
+    Random(f"{seed} {question}").shuffle(columns)
+    shuffled = [choices[column] for column in columns]
     problem = CHOICES.format(question, *shuffled)  # The judge also needs the choices.
     prompt = PROMPT.format(question=problem, what=" (only the choice letter)")
-    return _row(source, problem, prompt, "ABCD"[order.index(0)], ability="General")
+    return _row(source, problem, prompt, "ABCD"[columns.index("Correct Answer")], ability="General")
 
 
 def build_critic(raw: dict, source: "Source", seed: int) -> dict:
