@@ -699,13 +699,17 @@ def _fold(char):
     return char
 
 
+def _folded(text):
+    """Return the text with each character folded, so that all characters keep their places."""
+    if text.isascii():
+        return text
+    return "".join(map(_fold, text))
+
+
 def _replace_brackets(text, pattern, brackets):
     """Replace the brackets around each match. The pattern is compared with the folded text."""
-    folded = text
-    if not text.isascii():
-        folded = "".join(map(_fold, text))
     characters = list(text)
-    for found in pattern.finditer(folded):
+    for found in pattern.finditer(_folded(text)):
         characters[found.start()], characters[found.end() - 1] = brackets
     return "".join(characters)
 
@@ -735,7 +739,7 @@ def _frame_pattern(frame):
     """Return a pattern for the headings and tags in `frame`, and for near copies of them."""
     patterns = [_CONTROL]
     for marker in dict.fromkeys(re.findall(r"\[[^\[\]]+\]|<[^<>]+>", frame)):
-        parts = re.findall(r"\{index[^}]*\}|[^\W_]", "".join(map(_fold, marker)))
+        parts = re.findall(r"\{index[^}]*\}|[^\W_]", _folded(marker))
         first, last = re.escape(marker[0]), re.escape(marker[-1])
         if any(len(part) == 1 for part in parts):
             patterns.append(rf"[\[<]{_BETWEEN}{_near_copies(parts)}{_BETWEEN}[\]>]")
@@ -762,7 +766,7 @@ def break_frame(solution: str, frame: str) -> str:
 
 @functools.lru_cache(64)
 def _author_pattern(authors):
-    names = "|".join(_near_copies(re.findall(r"[^\W_]", "".join(map(_fold, author)))) for author in authors)
+    names = "|".join(_near_copies(re.findall(r"[^\W_]", _folded(author))) for author in authors)
     # A mark does not follow a word: f(user) is a call.
     return re.compile(rf"(?<![^\W_])[(\[<]{_BETWEEN}(?:{names}){_BETWEEN}[)\]>]", re.IGNORECASE)
 
