@@ -306,12 +306,6 @@ def _final_answer(raw, columns):
     return column, answer
 
 
-def stands_for_none(answer: str) -> bool:
-    """Return whether the answer is a word for "there is no answer", perhaps in a box or brackets."""
-    bare = re.sub(r"\\(?:boxed|text|mathrm)|[\\{}$<>()\[\]]", "", answer).strip()
-    return bool(NO_ANSWER.fullmatch(bare))
-
-
 def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
     """Build a row from a raw row with a problem and its final answer, in any of several columns.
 
@@ -326,7 +320,8 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
         answer = answer.strip().replace(",", "")
         if not answer:
             raise ValueError(f"column {column!r} ends in '####'; it must end in '#### ANSWER'")
-    if stands_for_none(answer):
+    bare = re.sub(r"\\(?:boxed|text|mathrm)|[\\{}$<>()\[\]]", "", answer)
+    if NO_ANSWER.fullmatch(bare.strip()):  # The answer says, perhaps in a box, that there is none.
         return None
     if source.data_source.startswith("aime"):  # integers from 0 to 999, some written 025
         if not re.fullmatch(r"\d{1,3}", answer):
