@@ -503,8 +503,15 @@ def add_answers(raw_rows: list[dict]) -> None:
         raw["answer"] = answers.get(str(raw.get("problem")), "")
 
 
-def build_rows(source: Source, files: list[Path], seed: int, schema: pa.Schema) -> list[dict]:
-    """Build and validate the rows of one data set. Raises ValueError."""
+def write_source(source: Source, files: list[Path], config: Config) -> dict[str, int]:
+    """Build, validate and write the rows of a data set, and return {file name: number of rows}.
+
+    The file is OUT_DIR/<data_source>_<split>.parquet. Raises ValueError.
+    """
+    out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
+    if out.resolve() in [path.resolve() for path in files]:
+        raise ValueError(f"--out-dir {config.out_dir}: {out} is also an input file; pass another directory")
+    schema = CRITIC if source.task in ("critic", "processbench") else REASONING
     rows = []
     left_out = []
     for path in files:
@@ -514,7 +521,7 @@ def build_rows(source: Source, files: list[Path], seed: int, schema: pa.Schema) 
         for number, raw in enumerate(raw_rows):
             where = f"{path}, row {number}"
             try:
-                row = source.build(raw, source, seed)
+                row = source.build(raw, source, config.seed)
                 if row is None:
                     left_out.append(where)
                     continue
@@ -531,16 +538,6 @@ def build_rows(source: Source, files: list[Path], seed: int, schema: pa.Schema) 
         )
     if not rows:
         raise ValueError(f"{left_out[0]}: this row and all others have no answer; add a column 'answer'")
-    return rows
-
-
-def write_source(source: Source, files: list[Path], config: Config) -> dict[str, int]:
-    """Write OUT_DIR/<data_source>_<split>.parquet and return {name: number of rows}."""
-    out = config.out_dir / f"{source.data_source}_{source.split}.parquet"
-    if out.resolve() in [path.resolve() for path in files]:
-        raise ValueError(f"--out-dir {config.out_dir}: {out} is also an input file; pass another directory")
-    schema = CRITIC if source.task in ("critic", "processbench") else REASONING
-    rows = build_rows(source, files, config.seed, schema)
     return write_table(out, rows, schema, ", ".join(path.name for path in files))
 
 
