@@ -812,10 +812,10 @@ def format_critic_prompt(problem: str, answer: str, solution: str | list[str], p
     template, paragraph = PROMPT_STYLES[prompt_style]
     frame = _TAGGED + _TAGS + template + paragraph
     if paragraph:
-        parts = []
+        tagged = ""
         for index, text in enumerate(split_paragraphs(solution)):
-            parts.append(paragraph.format(index=index, text=break_frame(text, frame)))
-        solution = "".join(parts).rstrip("\n")
+            tagged += paragraph.format(index=index, text=break_frame(text, frame))
+        solution = tagged.rstrip("\n")
     else:
         if not isinstance(solution, str):
             solution = "\n\n".join(solution)
