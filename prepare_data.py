@@ -258,23 +258,26 @@ def checked_message(message) -> dict:
 
 def _pick(raw, columns: str):
     """Return the value of the column that `_column` chooses."""
-    return raw[_column(raw, columns)]
+    return _column(raw, columns)[1]
 
 
 def _text(raw, columns: str) -> str:
     """Return the value of the column that `_column` chooses. Raise ValueError if it is not a string."""
-    column = _column(raw, columns)
-    if not isinstance(raw[column], str):
-        raise ValueError(f"column {column!r} is {raw[column]!r:.80}; it must be a string")
-    return raw[column]
+    column, text = _column(raw, columns)
+    if not isinstance(text, str):
+        raise ValueError(f"column {column!r} is {text!r:.80}; it must be a string")
+    return text
 
 
-def _column(raw, columns: str) -> str:
-    """Return the first nonempty column among `columns` ("this|that"). Raise ValueError if there is none."""
+def _column(raw, columns: str) -> tuple:
+    """Return (name, value) of the first nonempty column among `columns` ("this|that").
+
+    Raises ValueError if there is none.
+    """
     for column in columns.split("|"):
         value = raw.get(column)
         if value is not None and value == value and str(value).strip():  # NaN does not equal itself.
-            return column
+            return column, value
     tried = columns.replace("|", " or ")
     raise ValueError(f"missing or empty column: {tried}; the row's columns are {', '.join(map(str, raw))}")
 
@@ -293,8 +296,7 @@ def _final_answer(raw, columns):
     """Return (column, final answer). Raise ValueError if it is neither a string nor a finite number."""
     if any(column in raw for column in ANSWER.split("|")):
         columns = ANSWER  # A column `solution` is then a worked solution.
-    column = _column(raw, columns)
-    answer = raw[column]
+    column, answer = _column(raw, columns)
     if type(answer) not in (str, int, float) or answer in (math.inf, -math.inf):  # such as 1e400
         raise ValueError(f"column {column!r} is {answer!r:.80}; it must be a string or a number, and finite")
     answer = written_out(answer).strip()
