@@ -913,9 +913,12 @@ async def close_session(loop=None) -> None:
 
 
 class ReplyError(Exception):
-    """A reply with HTTP status 200 whose body reports a failure with the status `status`."""
+    """A reply with HTTP status 200 whose body reports a failure with the status `status`.
 
-    def __init__(self, status, message):
+    Without a status, assume 502: the server behind a gateway failed.
+    """
+
+    def __init__(self, message, status=502):
         super().__init__(f"HTTP status 200, but the body reports status {status}: {message}")
         self.status = status
 
@@ -925,10 +928,10 @@ def _raise_if_failed(reply):
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:
         return
-    status = 502  # Without a status, assume that the server behind the gateway failed.
+    message = f"{error!s:.200}"
     if isinstance(error, dict) and re.fullmatch(r"[45]\d\d", str(error.get("code"))):
-        status = int(error["code"])
-    raise ReplyError(status, f"{error!s:.200}")
+        raise ReplyError(message, int(error["code"]))
+    raise ReplyError(message)
 
 
 async def _json_request(method, url, **kwargs):
@@ -942,7 +945,7 @@ async def _json_request(method, url, **kwargs):
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError) as error:  # A page, or a reply that breaks off
-        raise ReplyError(502, f"the body is not JSON ({error}): {text[:200]!r}") from error
+        raise ReplyError(f"the body is not JSON ({error}): {text[:200]!r}") from error
     _raise_if_failed(reply)
     return reply
 
@@ -955,7 +958,7 @@ async def listed_models(address: str) -> list[dict]:
     limit = aiohttp.ClientTimeout(total=60)
     models = await _json_request("GET", f"http://{address}/v1/models", timeout=limit)
     if not isinstance(models, dict) or not models.get("data"):  # as while a server starts
-        raise ReplyError(502, f"http://{address}/v1/models lists no models: {models!s:.200}")
+        raise ReplyError(f"http://{address}/v1/models lists no models: {models!s:.200}")
     return models["data"]
 
 
@@ -1114,13 +1117,13 @@ def _read_reply(reply):
         ValueError: The reply has no readable text.
     """
     if not isinstance(reply, dict):
-        raise ReplyError(502, f"the reply has no choices: {reply!s:.200}")
+        raise ReplyError(f"the reply has no choices: {reply!s:.200}")
     usage = reply.get("usage") or {}
     choices = reply.get("choices")
     if choices == [] and usage.get("completion_tokens"):  # The thought used up all tokens.
         choices = [{"message": None, "finish_reason": "length"}]
     if not choices:  # as while a server warms up
-        raise ReplyError(502, f"the reply has no choices: {reply!s:.200}")
+        raise ReplyError(f"the reply has no choices: {reply!s:.200}")
     try:
         choice = choices[0]
         _raise_if_failed(choice)
