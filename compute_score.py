@@ -240,7 +240,7 @@ _NAME = (
 )
 _CONSTANT = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|binom|ln|log|pm)(?![a-zA-Z]) ?|[^a-zA-Z\\=<>])+")
 _SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")
-_NAME = re.compile(_NAME)
+_NAME = re.compile(rf"(?!.*{_NEGATION}){_NAME}")
 _UNIT = "|".join(_UNITS)
 _UNIT = re.compile(rf"(.*?)(?:(?<=[\d}})i]) ?({_UNIT})(/\w+)?(\^[23])?)?")
 
@@ -249,7 +249,7 @@ def _name_value_unit(text):
     """Split one member into name, value and unit. An equation other than "name = value" counts as a value."""
     *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
     value, unit, rate, power = _UNIT.fullmatch(value).groups("")
-    names = [head for head in heads if _NAME.fullmatch(head) and not re.search(_NEGATION, head)]
+    names = [head for head in heads if _NAME.fullmatch(head)]
     constants = [head for head in heads if _CONSTANT.fullmatch(head)]
     name = "".join(names[:1])
     sums = [head for head in constants if "+" in head]
