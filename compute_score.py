@@ -907,8 +907,9 @@ async def _session():
 
 async def close_session(loop=None) -> None:
     """Close this event loop's session now, and not when the loop ends."""
-    _, generator = _sessions.pop(loop or asyncio.get_running_loop(), (None, None))
-    if generator:
+    loop = loop or asyncio.get_running_loop()
+    if loop in _sessions:
+        _, generator = _sessions.pop(loop)
         await generator.aclose()
 
 

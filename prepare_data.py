@@ -185,7 +185,9 @@ def check_columns(row: dict, needed, where: str) -> None:
     if not isinstance(extra, dict | None):
         raise ValueError(f"{where}: extra_info is {extra!r}; it must be an object, such as {{}}")
     about = row.get("reward_model")
-    truth = about.get("ground_truth") if isinstance(about, dict) else None
+    truth = None
+    if isinstance(about, dict):
+        truth = about.get("ground_truth")
     if truth is None or truth != truth:  # Empty cells of a table may be NaN.
         raise ValueError(f"{where}: reward_model is {about!r}; it needs a ground_truth")
 
