@@ -246,16 +246,16 @@ def checked_message(message) -> dict:
     kept = {key: value for key, value in message.items() if value is not None}
     content = kept.get("content")
     if content is None and kept.get("tool_calls"):  # Only calls: some templates would write "None".
-        content = kept["content"] = ""
+        content = ""
     if isinstance(content, list):
         with contextlib.suppress(TypeError, LookupError):  # A part is not an object with a text.
-            content = kept["content"] = "".join(part["text"] for part in content)
+            content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(
             f"prompt contains a {message['role']} message with the content {content!r:.60}; "
             "the content must be a string or a list of text parts"
         )
-    return kept
+    return kept | {"content": content}
 
 
 def _pick(raw, columns: str):
