@@ -147,9 +147,7 @@ def load_function(spec: str, kind: str = "--reward-fn"):
     if module_name in sys.modules:  # The user's module must not replace another one.
         module_name += "_of_user"
     try:
-        loader = None  # Python chooses it for compiled files.
-        if path.suffix == ".py":
-            loader = UncachedLoader(module_name, str(path))
+        loader = UncachedLoader(module_name, str(path))
         module_spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module  # Dataclasses look up their module here.
