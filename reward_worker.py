@@ -83,10 +83,10 @@ def fingerprints(function_file: str) -> dict[str, str]:
         text = path.read_bytes()
         found[str(path)] = hashlib.sha256(text).hexdigest()
         try:
-            nodes = list(ast.walk(ast.parse(text)))
+            tree = ast.parse(text)
         except (SyntaxError, ValueError):
             continue  # The error is reported when the file is loaded.
-        for node in nodes:
+        for node in ast.walk(tree):
             names, places = [], folders
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -102,15 +102,15 @@ def fingerprints(function_file: str) -> dict[str, str]:
 
 def module_files(parts: list[str], folders: list[Path]) -> list[Path]:
     """Return the files that `import a.b.c` may execute. Some of them may not exist."""
-    for folder in folders:
-        if folder.joinpath(parts[0], "__init__.py").is_file() or folder.joinpath(parts[0] + ".py").is_file():
-            folders = [folder]  # Folders without __init__.py matter only if no folder has a real `a`.
-            break
     files = []
     for folder in folders:
+        here = []
         for count in range(1, len(parts) + 1):
             path = folder.joinpath(*parts[:count])
-            files += [path / "__init__.py", path.with_name(path.name + ".py")]
+            here += [path / "__init__.py", path.with_name(path.name + ".py")]
+        if here[0].is_file() or here[1].is_file():
+            return here  # Folders without __init__.py matter only if no folder has a real `a`.
+        files += here
     return files
 
 
