@@ -262,7 +262,7 @@ class Scorer:
         check_files(job.files)
         self.function = partial(load_function(job.function), **job.kwargs)
         check_files(job.files)  # Files may have changed during a long import.
-        self.unchecked = job.files  # Calls may import these files later.
+        self.unchecked = job.files.copy()  # Calls may import these files later.
         self.num_modules = 0
         self.changed = ""  # which of these files had changed before its import
         self.check_imports()
@@ -282,10 +282,9 @@ class Scorer:
             paths = {str(getattr(module, "__dict__", {}).get("__file__")) for module in modules}
             loaded = set(map(file_id, paths))
             new = {}
-            for file, digest in self.unchecked.items():
+            for file in list(self.unchecked):
                 if file in paths or file_id(file) in loaded:  # A file may be replaced between two look-ups.
-                    new[file] = digest
-            self.unchecked = {file: digest for file, digest in self.unchecked.items() if file not in new}
+                    new[file] = self.unchecked.pop(file)
             try:
                 check_files(new)
             except FileChanged as error:
