@@ -15,7 +15,7 @@ Needs command_line.py and run_folder.py.
 
 import sys
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from math import hypot, inf, nan, sqrt
@@ -445,6 +445,16 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     return text
 
 
+@contextmanager
+def errors_of(folder: Path):
+    """Name the run in errors inside this context. Other versions wrote other files."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder}: is not a run of this version ({why}); pass another run") from error
+
+
 def main(folder: tyro.conf.Positional[Path]) -> None:
     """Print why a run does not learn: findings with the affected steps, evidence and a remedy.
 
@@ -454,15 +464,11 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     lines, _ = read_lines(folder / "metrics.jsonl")
     samples, _ = read_lines(folder / "samples.jsonl")
     with one_line_errors():
-        try:
-            found = diagnose(lines, samples)
-            has_steps = any("reward/mean" in line for line in lines)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{folder}: is not a run of this version ({why}); pass another run") from error
         if not folder.is_dir():
             raise ValueError(f"{folder}: the folder does not exist; pass the --out-dir of a run")
-        if not has_steps:
+        with errors_of(folder):
+            found = diagnose(lines, samples)
+        if not any("reward/mean" in line for line in lines):
             raise ValueError(
                 f"{folder}: metrics.jsonl has no training step; pass the --out-dir of a run, or "
                 "wait for its first step"

@@ -37,7 +37,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import cli, hint_of, one_line_errors, without_secrets
 from run_folder import parse_lines, read_lines
-from tools.diagnose import Finding, audit, diagnose
+from tools.diagnose import Finding, audit, diagnose, errors_of
 from toy.toy_world import first_wrong_paragraph
 
 PAGE = Path(__file__).parent / "page"
@@ -238,11 +238,8 @@ def page_of(folders, max_mb: float, live: str = "") -> str:
     runs = find_runs(folders)
     data = []
     for name, folder in runs.items():
-        try:
+        with errors_of(folder):
             data.append(read_run(name, folder, 1e6 * max_mb / len(runs)))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{folder}: is not a run of this version ({why}); pass another run") from error
     compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     everything = {"title": ", ".join(map(str, folders)), "live": live, "runs": data}
     try:
