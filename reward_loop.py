@@ -648,8 +648,7 @@ class RewardLoopManager:
             call.http_tries += 1
             return
         self._unfinished.discard(call)
-        if len(outcomes) < len(call.futures):  # A failed call has one outcome for all samples.
-            outcomes = outcomes * len(call.futures)
+        outcomes = itertools.cycle(outcomes)  # A failed call has one outcome for all samples.
         for (future, length), (score, extra, status) in zip(call.futures.items(), outcomes):
             if status in ("error", "timeout"):
                 self._warn_once(f"a sample got no score ({status}): {extra['error']}")
