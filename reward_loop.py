@@ -370,8 +370,7 @@ class RewardLoopManager:
         if num_servers and not options.max_in_flight:
             self.max_in_flight = IN_FLIGHT_PER_SERVER * num_servers[0]
         if addresses and not reward_models:  # Models that a run starts have one name.
-            chosen = chosen_model(next(iter(addresses.values())), self.job.kwargs)
-            self.job = dataclasses.replace(self.job, kwargs=self.job.kwargs | chosen)
+            self.job.kwargs |= chosen_model(next(iter(addresses.values())), self.job.kwargs)
         self._warnings = set()
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
@@ -405,11 +404,11 @@ class RewardLoopManager:
             processes = max(1, int(ray.cluster_resources().get("CPU", 1)) // num_workers)
             if addresses:
                 processes *= 4  # Most grading processes wait for the judge.
-        job = dataclasses.replace(self.job, sync_processes=processes)
+        self.job.sync_processes = processes
         ray.cloudpickle.register_pickle_by_value(reward_worker)  # Workers may not be able to import it.
         where = dict(num_cpus=WORKER_CPUS, scheduling_strategy="SPREAD", max_restarts=-1)
         actor = ray.remote(**where)(reward_worker.RewardLoopWorker)
-        actors = [actor.remote(job, self._key) for _ in range(num_workers)]
+        actors = [actor.remote(self.job, self._key) for _ in range(num_workers)]
         return list(map(Worker, actors, self._incarnations(actors)))
 
     def _incarnations(self, actors) -> list[str]:
