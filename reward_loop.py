@@ -419,15 +419,15 @@ class RewardLoopManager:
             try:
                 return self._ray.get(calls, timeout=5.0)
             except self._ray.exceptions.GetTimeoutError as error:
-                is_late = time.monotonic() > deadline
                 cause = error
-                kills = memory_kills(self._ray)  # Ray would restart these workers forever.
-                if len(kills) > GIVE_UP_AFTER or kills and is_late:
-                    raise RuntimeError(f"a reward worker cannot be started: {kills[-1]}") from None
                 if self._ray.available_resources().get("CPU", 0) < WORKER_CPUS:
                     self._warn_once(f"reward workers wait: {NO_CPU}")
                     cause = NO_CPU
-                if is_late:
+                kills = memory_kills(self._ray)
+                if kills:
+                    cause = kills[-1]
+                # Ray would restart workers that its memory monitor kills forever.
+                if len(kills) > GIVE_UP_AFTER or time.monotonic() > deadline:
                     raise start_error(cause) from None
             except self._ray.exceptions.RayActorError as error:
                 raise start_error(error) from None
