@@ -506,9 +506,8 @@ class RewardLoopManager:
     def shutdown(self):
         """End the workers. Futures of unfinished samples raise RuntimeError. A second call does nothing."""
         atexit.unregister(self.shutdown)
-        if self._thread.is_alive():
-            self._ending = True
-            self._thread.join()
+        self._ending = True
+        self._thread.join()
         if self._ray.is_initialized():
             for worker in self._workers:
                 worker.references.clear()
