@@ -29,7 +29,6 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import itertools
 import json
@@ -63,6 +62,7 @@ from reward_worker import (
     flag,
     load_function,
     modules_of_the_user,
+    sha256,
 )
 
 STATUSES = ("ok", "no_verdict", "timeout", "error")
@@ -185,8 +185,8 @@ class RewardOptions:
             "files": sorted(job.files.values()),  # Their folder may have been moved.
             "models": models,
             # Arguments may contain keys, so files get only their digest.
-            "reward_kwargs": hashlib.sha256(self.reward_kwargs.encode()).hexdigest(),
-            "genrm_vllm_args": hashlib.sha256(self.genrm_vllm_args.encode()).hexdigest(),
+            "reward_kwargs": sha256(self.reward_kwargs.encode()),
+            "genrm_vllm_args": sha256(self.genrm_vllm_args.encode()),
             "reward_model_task": list(self.reward_model_task),
             "reward_model_tokenizer": f"{tokenizer} {folder_digest(tokenizer)}",
         }
@@ -752,7 +752,7 @@ def folder_digest(path: str | None) -> str:
         return ""
     from genrm_server import model_state
 
-    return hashlib.sha256(json.dumps(model_state(path)).encode()).hexdigest()
+    return sha256(json.dumps(model_state(path)).encode())
 
 
 def changes_between(before, now: dict) -> list[str]:

@@ -68,6 +68,10 @@ class FileChanged(ValueError):
     """A file of the reward function has changed since the run began."""
 
 
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def fingerprints(function_file: str) -> dict[str, str]:
     """Return {path: SHA-256} of the function's file and all local files that it imports, even indirectly.
 
@@ -81,7 +85,7 @@ def fingerprints(function_file: str) -> dict[str, str]:
         if str(path) in found or not path.is_file():
             continue
         text = path.read_bytes()
-        found[str(path)] = hashlib.sha256(text).hexdigest()
+        found[str(path)] = sha256(text)
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
@@ -118,7 +122,7 @@ def check_files(files: dict[str, str]):
     """Raise FileChanged if one of these files, {path: SHA-256}, has changed since the run began."""
     for file, digest in files.items():
         path = Path(file)
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if not path.is_file() or sha256(path.read_bytes()) != digest:
             raise FileChanged(f"{file} has changed since the run began; restore the file or start a new run")
 
 

@@ -13,7 +13,6 @@ Not covered: files larger than memory (a row takes about 5 KB), length penalties
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 from command_line import one_line_errors, parse_command_line
 from prepare_data import ROWS_AT_ONCE, checked_row, errors_at, read_rows, read_table
 from reward_loop import STATUSES, RewardOptions, by_group, changes_between, row_checker, start_rewards
-from reward_worker import check_files
+from reward_worker import check_files, sha256
 from run_folder import averages, lock_file, no_verdict_rate, read_lines
 
 COLUMNS = {
@@ -204,7 +203,7 @@ def run(config: Config):
         return
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "genrm": list(config.genrm),
-        "data": hashlib.sha256(config.data.read_bytes()).hexdigest(),
+        "data": sha256(config.data.read_bytes()),
     } | config.scored_by(job)
 
     def check(done, at_least):

@@ -21,7 +21,6 @@ requests are excluded and reported (exit code 1), and the next run repeats them.
 Not covered: judges that answer True or False, scoring by log-probabilities.
 """
 
-import hashlib
 import json
 import math
 import sys
@@ -40,7 +39,7 @@ import compute_score as scores
 from command_line import IN_WORDS, cli, json_object, one_line_errors
 from prepare_data import ROWS_AT_ONCE, checked_row, errors_at, read_rows, validate_row
 from reward_loop import RewardOptions, listed_models, only_model, served_models
-from reward_worker import fingerprints, flag
+from reward_worker import fingerprints, flag, sha256
 from score_file import score_samples
 
 
@@ -272,7 +271,7 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
 
 def names_of(row: dict, n: int) -> list[str]:
     """Name the n critiques of a row, independently of the file and of the row's position."""
-    digest = hashlib.sha256(f"{row['label']} {row['response']}".encode()).hexdigest()
+    digest = sha256(f"{row['label']} {row['response']}".encode())
     return [f"{digest[:16]}/{number}" for number in range(n)]
 
 
