@@ -423,7 +423,7 @@ class RewardLoopManager:
                 if self._ray.available_resources().get("CPU", 0) < WORKER_CPUS:
                     self._warn_once(f"reward workers wait: {NO_CPU}")
                     cause = NO_CPU
-                kills = memory_kills(self._ray)
+                kills = memory_kills()
                 if kills:
                     cause = kills[-1]
                 # Ray would restart workers that its memory monitor kills forever.
@@ -613,7 +613,7 @@ class RewardLoopManager:
                     self._finish(worker.pending.pop(number), result, seconds)
             if worker.incarnation != incarnation:  # The worker has restarted and lost its calls.
                 self._requeue(worker, list(worker.pending))
-                for complaint in memory_kills(self._ray)[-1:]:
+                for complaint in memory_kills()[-1:]:
                     self._warn_once(f"a reward worker was restarted: {complaint}")
             worker.incarnation = incarnation
             worker.ready = True
@@ -848,8 +848,10 @@ def text_of(response) -> str | None:
     return response if isinstance(response, str) else None
 
 
-def memory_kills(ray) -> list[str]:
+def memory_kills() -> list[str]:
     """Return one complaint about each process of this program that Ray's memory monitor has killed."""
+    import ray
+
     complaints = []
     with contextlib.suppress(AttributeError, ImportError):  # Other versions of Ray may store this elsewhere.
         from ray.core.generated import common_pb2, gcs_pb2
@@ -904,11 +906,17 @@ def connect_ray() -> bool:
         else:
             address = "local"
     # Otherwise, actors would import files of the working directory, such as another policy.py, before ours.
-    paths = dict(job_config=JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd(), str(HERE)]))
+    config = JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd(), str(HERE)])
     # The processes of Ray inherit the blocked signal, and outlive the terminal until the run is saved.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **paths)
+        ray.init(
+            address,
+            job_config=config,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except Exception as error:
         raise RuntimeError(ray_failure(address, error_line(error))) from error
     finally:
