@@ -576,7 +576,7 @@ class RewardLoopManager:
             await worker.call("submit", batch)
         except (errors.RayActorError, errors.TaskCancelledError):  # The worker died, or the call was lost.
             worker.ready = False  # _collect_from sets this to True when the worker responds again.
-            self._requeue(worker, list(batch))
+            self._requeue(worker, batch)
 
     async def _collect_from(self, worker):
         """Receive the results of one worker, and detect whether the worker dies or hangs."""
@@ -594,7 +594,7 @@ class RewardLoopManager:
             except TimeoutError:
                 self._ray.kill(worker.actor, no_restart=False)
                 worker.ready = False
-                self._requeue(worker, list(worker.pending), ISOLATE_AFTER)
+                self._requeue(worker, worker.pending, ISOLATE_AFTER)
                 continue
             except (errors.ActorUnavailableError, errors.TaskCancelledError):
                 # The worker restarts, Ray lost the call, or the function has cancelled all tasks.
@@ -612,16 +612,16 @@ class RewardLoopManager:
                 elif number in worker.pending:  # Otherwise the call was considered lost and was repeated.
                     self._finish(worker.pending.pop(number), result, seconds)
             if worker.incarnation != incarnation:  # The worker has restarted and lost its calls.
-                self._requeue(worker, list(worker.pending))
+                self._requeue(worker, worker.pending)
                 for complaint in memory_kills()[-1:]:
                     self._warn_once(f"a reward worker was restarted: {complaint}")
             worker.incarnation = incarnation
             worker.ready = True
             self._wake.set()
 
-    def _requeue(self, worker, numbers: list[int], losses: int = 1):
+    def _requeue(self, worker, numbers, losses: int = 1):
         """Queue lost calls again. A call that was lost too often gets the status "error"."""
-        for number in reversed(numbers):
+        for number in reversed(list(numbers)):
             call = worker.pending.pop(number, None)
             if not call:
                 continue
