@@ -264,20 +264,15 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         return f"{have:9.2f} GB  {name}: its memory use is unknown"
     room = f"room for {tokens:,.0f} tokens (longest sequence: {longest:,.0f})"
     fits = "it fits" if tokens >= longest else "too little memory; raise its share or lower --max-model-len"
-    if not splits_heads(text, gpus):
-        heads = text.num_attention_heads
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % gpus or key_heads % gpus and gpus % key_heads:  # Key heads, or their copies, are split, too.
         fits = f"vLLM cannot split {heads} attention heads over {gpus} GPUs; use fewer GPUs"
     line = f"{have:9.2f} GB  {name}: {weights:.2f} GB of weights, {room}: {fits}"
     if server.gpu_share < 1:
         fixed = f"{1000 * cache:.0f}000000"
         line += f"\n              with --kv-cache-memory-bytes {fixed}, vLLM need not measure the free memory"
     return line
-
-
-def splits_heads(text, gpus: int) -> bool:
-    """Return whether vLLM can evenly split the attention heads, and the key heads or their copies."""
-    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return text.num_attention_heads % gpus == 0 and (groups % gpus == 0 or gpus % groups == 0)
 
 
 def vllm_argument(server, flag: str, default: float) -> float:
