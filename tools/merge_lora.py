@@ -43,15 +43,14 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     Raises ValueError if `checkpoint` has no adapters, or if `out` is a file or one of the two inputs, and
     OSError if the disk is full.
     """
-    if not (checkpoint / "adapter_config.json").is_file():
+    adapters = checkpoint / "adapter_config.json"
+    if not adapters.is_file():
         raise ValueError(
             f"{checkpoint}: contains no adapters (adapter_config.json); pass a checkpoint of a "
             "run with --lora-rank, because other checkpoints are complete models"
         )
     try:
-        base = (
-            model or json.loads((checkpoint / "adapter_config.json").read_bytes())["base_model_name_or_path"]
-        )
+        base = model or json.loads(adapters.read_bytes())["base_model_name_or_path"]
         Path(base)  # raises TypeError for null or a number
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
