@@ -504,15 +504,17 @@ class Grader(threading.Thread):
         limit = min(timeout, 1e6)  # `settimeout` does not accept infinity.
         due = time.monotonic() + limit
         chunks = []
+        chunk = b""
         try:
             self.pipe.settimeout(limit)
             # The header is that of a long message for `Connection.recv_bytes`.
             self.pipe.sendall(struct.pack("!iQ", -1, len(message)) + message)
-            while not chunks or b"\n" not in chunks[-1]:
+            while b"\n" not in chunk:
                 self.pipe.settimeout(max(0.001, due - time.monotonic()))  # 0 would mean not to wait at all.
-                chunks.append(self.pipe.recv(1 << 20))
-                if not chunks[-1]:
+                chunk = self.pipe.recv(1 << 20)
+                if not chunk:
                     raise EOFError
+                chunks.append(chunk)
         except TimeoutError:
             raise TimeoutError(f"no result within {timeout:g} s") from None
         line, _, rest = b"".join(chunks).partition(b"\n")
