@@ -152,10 +152,10 @@ def load_function(spec: str, kind: str = "--reward-fn"):
         module_name += "_of_user"
     try:
         loader = UncachedLoader(module_name, str(path))
-        module_spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
+        module_spec = importlib.util.spec_from_loader(module_name, loader)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module  # Dataclasses look up their module here.
-        module_spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         reason = f"loading the file failed: {error_line(error, file)}"
         if "relative import" in reason:  # The file belongs to a package.
