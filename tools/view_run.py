@@ -24,7 +24,6 @@ import json
 import math
 import os
 import sys
-import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,7 +43,7 @@ PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "curves.js", "samples.js", "about.js")  # in the order in which they must run
 # All samples of a group have the same values of these keys in samples.jsonl.
 OF_GROUP = ("step", "split", "group", "data_source", "file", "row", "seed", "prompt", "ground_truth")
-READ = {}  # {path: (number of bytes, their checksum, their lines)}, so that --serve parses only what is new
+READ = {}  # {path: (content, its lines)}, so that --serve parses only what is new
 DIAGNOSED = {}  # {folder: (the steps that were diagnosed, {name: finding})}, for the same reason
 
 
@@ -85,16 +84,16 @@ def read_new(path: Path) -> tuple[list[dict], int]:
     `bytes`, which is its size on the page without what its group shares.
     """
     content = path.read_bytes() if path.is_file() else b""
-    size, checksum, lines = READ.get(path, (0, 0, []))
-    if zlib.crc32(content[:size]) != checksum:  # A run that resumes writes its files again.
-        size, lines = 0, []
+    known, lines = READ.get(path, (b"", []))
+    if not content.startswith(known):  # A run that resumes writes its files again.
+        known, lines = b"", []
     end = content.rfind(b"\n") + 1  # A run in progress may be writing the rest.
-    new, torn = parse_lines(content[size:end].decode(errors="replace"))
+    new, torn = parse_lines(content[len(known) : end].decode(errors="replace"))
     rest, torn_rest = parse_lines(content[end:].decode(errors="replace"))
     for line in new + rest:
         line["bytes"] = len(json.dumps({key: line[key] for key in line.keys() - OF_GROUP}))
     lines = lines + new
-    READ[path] = end, zlib.crc32(content[:end]), lines
+    READ[path] = content[:end], lines
     return lines + rest, torn + torn_rest
 
 
