@@ -215,7 +215,7 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
     bars = []  # (step, fraction, standard error) from the second judge
     for index, line in enumerate(metrics):
         if "reward/audit_flawed" in line:
-            bars.append([line["step"], *audit(metrics[max(0, index - 19) : index + 1])])
+            bars.append([line["step"], *audit(metrics[: index + 1])])
     starts, _ = read_lines(folder / "starts.jsonl")
     for start in starts:
         start["command"] = without_secrets(start["command"])
