@@ -389,7 +389,6 @@ class RewardLoopManager:
         connect_ray()
         import ray
 
-        self._ray = ray
         nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
         for address in addresses.values():
             if len(set(nodes)) > 1 and re.match(r"127\.|localhost:|\[::1\]", address):
@@ -413,14 +412,16 @@ class RewardLoopManager:
 
     def _incarnations(self, actors) -> list[str]:
         """Wait until the workers have loaded the function, and return their incarnations."""
+        import ray
+
         calls = [actor.begin.options(max_task_retries=-1).remote() for actor in actors]
         deadline = time.monotonic() + START_S + WEDGED_S
         while True:
             try:
-                return self._ray.get(calls, timeout=5.0)
-            except self._ray.exceptions.GetTimeoutError as error:
+                return ray.get(calls, timeout=5.0)
+            except ray.exceptions.GetTimeoutError as error:
                 cause = error
-                if self._ray.available_resources().get("CPU", 0) < WORKER_CPUS:
+                if ray.available_resources().get("CPU", 0) < WORKER_CPUS:
                     self._warn_once(f"reward workers wait: {NO_CPU}")
                     cause = NO_CPU
                 kills = memory_kills()
@@ -429,7 +430,7 @@ class RewardLoopManager:
                 # Ray would restart workers that its memory monitor kills forever.
                 if len(kills) > GIVE_UP_AFTER or time.monotonic() > deadline:
                     raise start_error(cause) from None
-            except self._ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayActorError as error:
                 raise start_error(error) from None
 
     # ---- Called in the threads of callers
@@ -505,10 +506,12 @@ class RewardLoopManager:
 
     def shutdown(self):
         """End the workers. Futures of unfinished samples raise RuntimeError. A second call does nothing."""
+        import ray
+
         atexit.unregister(self.shutdown)
         self._ending = True
         self._thread.join()
-        if self._ray.is_initialized():
+        if ray.is_initialized():
             for worker in self._workers:
                 worker.references.clear()
 
@@ -519,11 +522,13 @@ class RewardLoopManager:
     # ---- Called in the loop's thread
     async def _run(self):
         """Run until `shutdown` or an error, then fail unfinished calls so that their callers do not hang."""
+        import ray
+
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for work in (self._dispatch(), *map(self._collect_from, self._workers)):
                     self._tasks.create_task(work)
-                while self._ray.is_initialized() and not self._ending:  # Without Ray, results never arrive.
+                while ray.is_initialized() and not self._ending:  # Without Ray, results never arrive.
                     if self.reward_models:
                         self.reward_models.check()
                     await asyncio.sleep(0.1)
@@ -533,15 +538,15 @@ class RewardLoopManager:
         self._closed = f"the reward loop failed: {error_line(reason)}"
         if type(reason) is RuntimeError:
             self._closed = str(reason)
-        if not self._ray.is_initialized():
+        if not ray.is_initialized():
             self._closed = "Ray was shut down while the reward loop was in use; start a new reward loop"
         for call in list(self._unfinished):
             for future in call.futures:
                 with contextlib.suppress(InvalidStateError):  # The future may be cancelled or finished.
                     future.set_exception(RuntimeError(self._closed))
         for worker in self._workers:
-            with contextlib.suppress(self._ray.exceptions.RayError):  # The worker or Ray may have ended.
-                self._ray.kill(worker.actor)
+            with contextlib.suppress(ray.exceptions.RayError):  # The worker or Ray may have ended.
+                ray.kill(worker.actor)
 
     async def _dispatch(self):
         """Send queued calls to the least busy workers as the limits allow."""
@@ -571,7 +576,8 @@ class RewardLoopManager:
                 self._tasks.create_task(self._send(worker, batch))
 
     async def _send(self, worker, batch: dict[int, tuple[bool, bytes]]):
-        errors = self._ray.exceptions
+        from ray import exceptions as errors
+
         try:
             await worker.call("submit", batch)
         except (errors.RayActorError, errors.TaskCancelledError):  # The worker died, or the call was lost.
@@ -580,7 +586,9 @@ class RewardLoopManager:
 
     async def _collect_from(self, worker):
         """Receive the results of one worker, and detect whether the worker dies or hangs."""
-        errors = self._ray.exceptions
+        import ray
+
+        errors = ray.exceptions
         arrived = []
         while True:
             if worker.ready:
@@ -592,7 +600,7 @@ class RewardLoopManager:
                 async with asyncio.timeout(timeout_s):  # In Python 3.11, wait_for may ignore a cancellation.
                     incarnation, results = await worker.call("collect", arrived)
             except TimeoutError:
-                self._ray.kill(worker.actor, no_restart=False)
+                ray.kill(worker.actor, no_restart=False)
                 worker.ready = False
                 self._requeue(worker, worker.pending, ISOLATE_AFTER)
                 continue
