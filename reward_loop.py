@@ -425,9 +425,8 @@ class RewardLoopManager:
                     self._warn_once(f"reward workers wait: {NO_CPU}")
                     cause = NO_CPU
                 kills = memory_kills()
-                if kills:
+                if kills:  # Ray would restart these workers forever.
                     cause = kills[-1]
-                # Ray would restart workers that its memory monitor kills forever.
                 if len(kills) > GIVE_UP_AFTER or time.monotonic() > deadline:
                     raise start_error(cause) from None
             except ray.exceptions.RayActorError as error:
