@@ -126,19 +126,8 @@ def curves_of(lines: list[dict]) -> dict[str, list]:
     return curves
 
 
-def sample_of(line: dict) -> dict:
-    """Return the keys of one sample, with the first error according to the toy world's oracle."""
-    sample = {key: value for key, value in line.items() if key not in (*OF_GROUP, "bytes")}
-    if "oracle_flawed_positive" in line["reward_extra_info"]:
-        try:
-            sample["oracle"] = first_wrong_paragraph(line["prompt"], line["response"])
-        except ValueError:
-            pass  # The prompt is not from the toy world.
-    return sample
-
-
 def group_of(lines: list[dict]) -> dict:
-    """Return one prompt with its samples.
+    """Return one prompt with its samples, and their first errors according to the toy world's oracle.
 
     A reward function for groups returns the same `group_...` keys for all samples of a group. They become the
     group's `verdict`.
@@ -154,9 +143,12 @@ def group_of(lines: list[dict]) -> dict:
                 group["verdict"][key.removeprefix("group_")] = value
     group["samples"] = []
     for line in lines:
-        sample = sample_of(line)
-        info = sample["reward_extra_info"]
+        sample = {key: value for key, value in line.items() if key not in (*OF_GROUP, "bytes")}
+        info = line["reward_extra_info"]
         sample["reward_extra_info"] = {key: info[key] for key in info if key not in common}
+        if "oracle_flawed_positive" in info:
+            with contextlib.suppress(ValueError):  # The prompt is not from the toy world.
+                sample["oracle"] = first_wrong_paragraph(line["prompt"], line["response"])
         group["samples"].append(sample)
     return group
 
