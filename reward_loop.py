@@ -39,7 +39,6 @@ import pickle
 import random
 import re
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError, as_completed
@@ -969,7 +968,9 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
     """
     options.make_job()
     if connect_ray():
-        stack.callback(sys.modules["ray"].shutdown)
+        import ray
+
+        stack.callback(ray.shutdown)
     models = None
     if options.genrm:
         from cluster import placement
