@@ -595,28 +595,23 @@ def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[
     counts = []
     low, last = 0, len(ids) - 1
     first, offset = 0, 0  # Decoding starts with token `first`, whose text starts at `offset`.
+
+    def reaches_beyond(token: int) -> bool:
+        """Return whether the text up to this token, which is included, extends beyond the place."""
+        decoded = decode(ids[first : token + 1])
+        return decoded.startswith(before) and decoded != before
+
     for place in places:
         before = text[offset:place]
         reach = 8
-        high = min(low + reach, last)
-        while high < last and not goes_beyond(before, decode(ids[first : high + 1])):
-            low = high + 1
+        while low + reach < last and not reaches_beyond(low + reach):
+            low += reach + 1
             reach *= 2
-            high = min(low + reach, last)
-        low = bisect_left(
-            range(high),
-            True,
-            low,
-            high,
-            key=lambda token: goes_beyond(before, decode(ids[first : token + 1])),
-        )
+        high = min(low + reach, last)
+        low = bisect_left(range(high), True, low, high, key=reaches_beyond)
         counts.append(low)
         first, offset = later_start(first, offset, low, text, ids, decode)
     return counts
-
-
-def goes_beyond(before: str, decoded: str) -> bool:
-    return decoded.startswith(before) and decoded != before
 
 
 def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
