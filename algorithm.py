@@ -559,8 +559,11 @@ def check_loss(options) -> str:
 # ---- 7. locating paragraphs in the tokens of a response
 
 
-def starts_of(sample, count: int, decode) -> list[int]:
-    """Return the token indices at which the first `count` paragraphs (or turns) of a sample begin."""
+def starts_of(sample, count: int | None, decode) -> list[int]:
+    """Return the token indices at which the first `count` paragraphs (or turns) of a sample begin.
+
+    If `count` is None, these are the indices of all of them.
+    """
     if sample.has_turns:
         lengths = [turn["tokens"] for turn in sample.turns]
         return list(accumulate(lengths[:-1], initial=0))[:count]

@@ -452,21 +452,15 @@ def line_of(sample, decode) -> dict:
     if sample.has_turns:
         line["turns"] = sample.turns
     elif sample.token_advantages:
-        line["paragraph_advantages"] = paragraph_advantages(sample, decode)
+        from algorithm import starts_of  # This imports torch.
+
+        starts = starts_of(sample, None, decode)
+        line["paragraph_advantages"] = [sample.token_advantages[start] for start in starts]
     if sample.token_advantages:  # run-length encoded: [number of tokens, advantage]
         line["token_advantages"] = [
             [len(list(equal)), advantage] for advantage, equal in groupby(sample.token_advantages)
         ]
     return line
-
-
-def paragraph_advantages(sample, decode) -> list[float]:
-    """Return the advantage of each paragraph's first token."""
-    from algorithm import paragraph_starts, tokens_before
-
-    places = paragraph_starts(sample.text)
-    starts = tokens_before(places, sample.text, sample.response_ids, decode)
-    return [sample.token_advantages[start] for start in starts]
 
 
 def accuracies(line: dict) -> list[str]:
