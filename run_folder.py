@@ -33,7 +33,7 @@ from command_line import without_secrets
 from reward_worker import printable
 
 MISMATCH = "rollout/logprob_diff"
-# The terminal shows these metrics of each step: the label, the format, and the value that must be exceeded.
+# The terminal shows these metrics of each step: the label and the format.
 ON_SCREEN = {
     "reward/mean": ("reward", "6.3f"),
     "reward/acc": ("acc", "5.3f"),
@@ -479,18 +479,17 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
     --advantage-kwargs), and metrics that are worth a look, follow at the end.
     """
     width = len(str(total_steps))
-    head = f"step {line['step']:{width}}/{total_steps}"
+    text = f"step {line['step']:{width}}/{total_steps}"
     cells = []
     for key, (label, form) in ON_SCREEN.items():
         if key in line:
             cells.append(f"{label} {line[key]:{form}}")
     if cells and "time/step" in line:
         cells.append(f"{line['time/step']:4.1f} s")
-    if cells and "time/step" in line and seconds_left:
-        left = f"{math.ceil(seconds_left / 60):2} min left"
         if seconds_left > 7200:
-            left = f"{seconds_left / 3600:.1f} h left"
-        cells.append(left)
+            cells.append(f"{seconds_left / 3600:.1f} h left")
+        elif seconds_left:
+            cells.append(f"{math.ceil(seconds_left / 60):2} min left")
     for term in terms:
         if f"reward/{term}" in line and f"reward/{term}" not in ON_SCREEN:
             cells.append(f"{term} {line[f'reward/{term}']:.3f}")
@@ -505,7 +504,6 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
             label = ""
     if not cells:
         return
-    text = head
     for cell in cells:
         start = text.rfind("\n") + 1
         if len(text) - start + len(cell) > 98:
