@@ -614,14 +614,15 @@ def averages(infos: list[dict]) -> dict:
     numbers = {}
     for info in infos:
         for key, value in info.items():
-            is_number = is_bounded(value)
-            if key == "flawed_positive":
-                is_number = is_number and info.get("genrm_status", "ok") == "ok"
+            if not is_bounded(value) or key in WITHOUT_MEAN:
+                continue
+            if key == "flawed_positive" and info.get("genrm_status", "ok") != "ok":
+                continue
             if key.endswith("flawed_positive"):
+                if info.get("acc") != 1:
+                    continue
                 key = f"{key}_rate"
-                is_number = is_number and info.get("acc") == 1
-            if is_number and key not in WITHOUT_MEAN:
-                numbers.setdefault(key, []).append(value)
+            numbers.setdefault(key, []).append(value)
     return {key: mean(found) for key, found in numbers.items()}
 
 
