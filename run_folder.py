@@ -715,24 +715,21 @@ def source_metrics(groups: list[list], n: int, label: str) -> dict:
     metrics[f"no_verdict/{label}"] = mean(sample.result["reward_score"] is None for sample in samples)
     if n == 1 or accuracy is None:
         return metrics
-    chances = {}  # k -> pass@k of each group
-    k = 1
-    while k < n:
-        chances[k] = []
-        k = 2 * k
-    chances[n] = []
-    votes = []
+    answers = []  # of each group
     for group in groups:
         # A sample without `acc`, for instance after an error, is excluded rather than counted as wrong.
-        infos = [info for info in infos_of(group) if info.get("acc") is not None]
-        votes.append(majority(infos))
-        correct = sum(info["acc"] == 1 for info in infos)
-        for k, found in chances.items():
-            if len(infos) >= k:
-                found.append(pass_at_k(len(infos), correct, k))
-    metrics[f"maj@{n}"] = mean(votes)
-    for k, found in chances.items():
-        metrics[f"pass@{k}"] = mean(found)
+        answers.append([info for info in infos_of(group) if info.get("acc") is not None])
+    metrics[f"maj@{n}"] = mean(map(majority, answers))
+    k = 1
+    while k < 2 * n:  # 1, 2, 4 ... and n
+        size = min(k, n)
+        chances = []
+        for infos in answers:
+            if len(infos) >= size:
+                correct = sum(info["acc"] == 1 for info in infos)
+                chances.append(pass_at_k(len(infos), correct, size))
+        metrics[f"pass@{size}"] = mean(chances)
+        k = 2 * k
     return metrics
 
 
