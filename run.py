@@ -198,13 +198,10 @@ class Run:
             files = self.settings_before().get("train_file", config.train_file)
             is_same = files == json.loads(json.dumps(config.train_file))
         if self.step and self.step < config.total_steps and not is_same:
-            files = config.train_file
-            if not isinstance(files, str):
-                files = " ".join(files)
             print(
-                f"--train-file {files}: the prompts or their order (--seed) are not those of the "
-                f"checkpoint; the run skips the first {self.num_prompts_drawn} of them. To train on all of "
-                "them, pass the checkpoint as --model and another --out-dir"
+                f"--train-file {' '.join(self.train_files)}: the prompts or their order (--seed) are not "
+                f"those of the checkpoint; the run skips the first {self.num_prompts_drawn} of them. To "
+                "train on all of them, pass the checkpoint as --model and another --out-dir"
             )
 
     def read_tokenizer(self):
@@ -244,11 +241,11 @@ class Run:
 
     def read_data(self):
         config = self.config
-        train_files = config.train_file
-        if isinstance(train_files, str):
-            train_files = (train_files,)
+        self.train_files = config.train_file
+        if isinstance(config.train_file, str):
+            self.train_files = (config.train_file,)
         self.train_rows = []
-        for file in train_files:
+        for file in self.train_files:
             self.train_rows += load_rows(file, self.tokenizer, config, self.started)
         if config.total_steps and config.lr_warmup_steps > config.total_steps:
             print(
