@@ -317,12 +317,12 @@ class Run:
     def check_added_texts(self, options: dict):
         """Raise ValueError if what observe() and reply() add would not be read as the text that it is."""
         prompt = self.train_rows[0]["prompt"]
-        content = {"content": prompt[-1]["content"]}
-        texts = [content["content"]]
+        content = prompt[-1]["content"]
+        texts = [content]
         for role in ("tool", "user"):
-            messages = [*prompt, {"role": "assistant"} | content, {"role": role} | content]
+            added = [{"role": speaker, "content": content} for speaker in ("assistant", role)]
             with contextlib.suppress(Exception):  # reply() names a role that the template rejects.
-                texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+                texts.append(self.tokenizer.apply_chat_template(prompt + added, tokenize=False, **options))
         for text in texts:
             check_reading(self.tokenizer, text, self.rollout_runner.encode_after("\n", text))
 
