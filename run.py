@@ -106,15 +106,16 @@ class Run:
         state = {"step": 0, "prompts_drawn": 0}
         checkpoints = checkpoints_in(Path(self.config.out_dir, "checkpoints"))
         if checkpoints:
-            self.resume_from = str(checkpoints[-1])
+            newest = checkpoints[-1]
+            self.resume_from = str(newest)
             rank = self.config.lora_rank
-            if (checkpoints[-1] / "adapter_config.json").exists() != bool(rank):
+            if (newest / "adapter_config.json").exists() != bool(rank):
                 raise ValueError(
                     f"--lora-rank {rank}: does not match the checkpoint {self.resume_from}; "
                     "pass the rank that the run started with"
                 )
             try:
-                state = json.loads((checkpoints[-1] / "trainer_state.json").read_text())
+                state = json.loads((newest / "trainer_state.json").read_text())
             except ValueError as error:
                 raise ValueError(
                     f"cannot load {self.resume_from} (trainer_state.json: {error}); delete the "
@@ -151,9 +152,8 @@ class Run:
         """Raise ValueError if a run without a checkpoint would delete the results of an evaluation."""
         folder = self.config.out_dir
         lines, _ = read_lines(Path(folder, "metrics.jsonl"))
-        if self.step or not any(map(has_evaluation, lines)):
-            return
-        if self.settings_before().get("total_steps") == 0:
+        is_lost = not self.step and any(map(has_evaluation, lines))
+        if is_lost and self.settings_before().get("total_steps") == 0:
             raise ValueError(f"--out-dir {folder}: already contains an evaluation; pass another directory")
 
     def compare_model(self, state: dict):
@@ -273,7 +273,7 @@ class Run:
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = self.model_config.get_text_config()
         self.num_embeddings = getattr(shape, "vocab_size", None) or math.inf
-        self.check_tokens(rows, self.num_embeddings)
+        self.check_tokens(rows)
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond this length, these models encode every position differently. The log-probabilities of a
         # sample would then depend on the longest sample of its micro-batch.
@@ -326,14 +326,15 @@ class Run:
         for text in texts:
             check_reading(self.tokenizer, text, self.rollout_runner.encode_after("\n", text))
 
-    def check_tokens(self, rows, size):
+    def check_tokens(self, rows):
         """Raise ValueError if a prompt contains a token that the embedding lacks."""
         highest = max(max(row["prompt_ids"]) for row in rows)
-        if highest >= size:
+        if highest >= self.num_embeddings:
             token = self.tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
                 f"--model {self.base_model}: a prompt contains token {highest} ({token!r}), but the "
-                f"embedding has only {size} rows; resize the embedding, or use the model's own tokenizer"
+                f"embedding has only {self.num_embeddings} rows; resize the embedding, or use the "
+                "model's own tokenizer"
             )
 
     def check_weights(self):
@@ -524,9 +525,10 @@ class Run:
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             why = reward_worker.error_line(first_cause(error)).rpartition(r"\n")[2]
             if re.search("(?i)out of memory|can('t|not) allocate memory", why):
-                remedy = "stop other programs that use the memory, or estimate what the run needs with "
-                remedy += "python -m tools.plan_run"
-                raise RuntimeError(f"not enough memory for the policy ({why}); {remedy}") from error
+                raise RuntimeError(
+                    f"not enough memory for the policy ({why}); stop other programs that use the memory, or "
+                    "estimate what the run needs with python -m tools.plan_run"
+                ) from error
             if re.search("lacks resources|network interface", why):
                 raise
             remedy = "check that its config.json, its weights and --max-positions belong together"
@@ -740,14 +742,12 @@ def check_progress(log: Log) -> None:
 
     Raises RuntimeError if no group had a learning signal in the last --max-idle-steps steps.
     """
-    found = []
+    step = log.history[-1]["step"]
     tools = import_tools()
     if tools:
-        found = tools.diagnose.diagnose(log.history, log.recent, last=2)
-    step = log.history[-1]["step"]
-    for finding in found:
-        if finding.steps[-1] == step and step - 1 not in finding.steps:
-            print(finding)
+        for finding in tools.diagnose.diagnose(log.history, log.recent, last=2):
+            if finding.steps[-1] == step and step - 1 not in finding.steps:
+                print(finding)
     limit = log.config.max_idle_steps
     last = log.history[-limit:]
     has_signal = any(line.get("reward/groups_with_spread", 1) for line in last)  # Step 0 lacks the metric.
