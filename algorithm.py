@@ -285,12 +285,9 @@ def clip_loss(logprobs, log_ratio, advantages, mask, clip_low=0.2, clip_high=0.2
 def gspo_loss(logprobs, log_ratio, advantages, mask, clip_low=3e-4, clip_high=4e-4):
     """Compute the loss of GSPO-token (arXiv:2507.18071), which has no dual clip."""
     sequence_log_ratio = log_ratio.sum(1, keepdim=True) / lengths_of(mask)
-    # The value is the sequence's ratio, but each token keeps the gradient of its own log-probability.
-    ratio = (sequence_log_ratio.detach() + log_ratio - log_ratio.detach()).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss_B_T = torch.maximum(unclipped, clipped)
-    return loss_B_T, loss_B_T != unclipped
+    # The value is the sequence's log-ratio, but each token keeps the gradient of its own log-probability.
+    log_ratio = sequence_log_ratio.detach() + log_ratio - log_ratio.detach()
+    return clip_loss(logprobs, log_ratio, advantages, mask, clip_low, clip_high, clip_c=math.inf)
 
 
 gspo_loss.over_sequences = True  # The mean is over each sequence's tokens first, and then over sequences.
