@@ -9,7 +9,6 @@ derives each paragraph of the policy from this list and the tool's answers, and 
 the item of a look-up, or a result up to the first wrong digit. Not covered: judging answers that are wrong.
 """
 
-import os
 import re
 from itertools import zip_longest
 from random import Random
@@ -107,7 +106,7 @@ def check_paragraph(index: int, true: str, text: str, deals: list[str]) -> str:
     task, equals, result = true.partition("=")
     if equals and text.startswith(task + equals):  # Compare only the results.
         true, text = result, text.removeprefix(task + equals)
-    shared = len(os.path.commonprefix([true, text]))
+    shared = toy_world.first_difference(true, text)
     return f"{check}{text[: shared + 1]} {finding}"
 
 

@@ -16,14 +16,13 @@ wrong step is the policy's own. Not covered: tools that fail, and a choice betwe
 this file, copy toy_world.py and compute_score.py as well.
 """
 
-import os
 import re
 from random import Random
 from typing import NamedTuple
 
 import compute_score as scores
 from toy import toy_world
-from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES
+from toy.toy_world import COARSE, HIGHEST, LOWEST, NAMES, first_difference
 
 ITEMS = ("eggs", "pens", "nuts", "cards", "pears", "plums", "cups", "hats")
 QUESTION = COARSE[0]  # RL uses only this question, while the warm start uses all questions in COARSE.
@@ -117,10 +116,10 @@ def first_flaw(problem: Problem, turns: list[dict]) -> tuple[int, str]:
         return -1, ""
     lines = scores.split_paragraphs("".join(text for _, text in written))
     sound_lines = scores.split_paragraphs("".join(text for _, text in sound))
-    line = len(os.path.commonprefix([lines, sound_lines]))
+    line = first_difference(lines, sound_lines)
     place = line
     if len(written) > 1:
-        place = len(os.path.commonprefix([written, sound]))
+        place = first_difference(written, sound)
     return place, kind_of_flaw((*lines, "")[line], (*sound_lines, "")[line])
 
 

@@ -198,7 +198,12 @@ def first_wrong_paragraph(question: str, solution: str | list[str]) -> int:
     stated = scores.split_paragraphs(solution)
     if stated == sound:
         return -1
-    return len(os.path.commonprefix([stated, sound]))
+    return first_difference(stated, sound)
+
+
+def first_difference(one, other) -> int:
+    """Return the index at which two texts or lists begin to differ, or the length of the shorter one."""
+    return len(os.path.commonprefix([one, other]))
 
 
 def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.0, alarm=0.0, stop=True):
@@ -236,7 +241,7 @@ def write_critique(problem: Problem, paragraphs: list[str], rng: Random, miss=0.
         elif stated == recomputed and slip < alarm:
             recomputed = str(wrong)
         finding = "ok" if recomputed == stated else "not"
-        shared = len(os.path.commonprefix([recomputed, stated]))
+        shared = first_difference(recomputed, stated)
         checks.append(f"{index}:{task}={recomputed}?{stated[: shared + 1]} {finding}")
         if recomputed != stated and stop:
             break
