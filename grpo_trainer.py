@@ -80,19 +80,18 @@ def train(config: Config) -> Path | None:
         for step in run.remaining_steps(evaluate):  # The iterator also evaluates when it is due.
             with run.protected_step():  # If a rank dies, the run resumes from a checkpoint.
                 batch = next_batch(run, step, collect)
+                with run.interrupts.held():  # Ctrl-C waits until the step is logged and saved.
+                    run.log.samples(step, "train", batch.groups, run.decode)
+                    lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
+                    max_logprob_diff = config.max_logprob_diff * (1 + batch.staleness)
+                    started = time.perf_counter()
+                    metrics = run.policy.update(batch.groups_to_train, lr, max_logprob_diff)
+                    metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - started}
+                    run.count_step(step, batch.num_prompts_drawn)  # It counts even if a later line fails.
 
-                run.hold_interrupts()  # Ctrl-C now waits until the step is logged and saved.
-                run.log.samples(step, "train", batch.groups, run.decode)
-                lr = config.lr * min(1.0, step / max(config.lr_warmup_steps, 1))
-                max_logprob_diff = config.max_logprob_diff * (1 + batch.staleness)
-                started = time.perf_counter()
-                metrics = run.policy.update(batch.groups_to_train, lr, max_logprob_diff)
-                metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - started}
-                run.count_step(step, batch.num_prompts_drawn)  # The step counts even if a later line fails.
-
-                metrics |= run.sync_weights()
-                run.log_step(batch.metrics | metrics)
-                run.save_if_due()
+                    metrics |= run.sync_weights()
+                    run.log_step(batch.metrics | metrics)
+                    run.save_if_due()
     return run.result
 
 

@@ -423,18 +423,13 @@ class Run:
 
     @contextlib.contextmanager
     def protected_step(self):
-        """Restart ranks that die during this step. When it ends, delayed interrupts take effect."""
+        """Restart ranks that die during this step. When it ends, print what is worth a look."""
         self.step_started = time.perf_counter()
         with self.restarting_ranks():
-            with contextlib.ExitStack() as self.until_step_ends:
-                yield
+            yield
             if self.step % 10 == 0:
                 self.log.plot()
             check_progress(self.log)
-
-    def hold_interrupts(self):
-        """Delay Ctrl-C until the end of this step."""
-        self.until_step_ends.enter_context(self.interrupts.held())
 
     def count_step(self, step: int, num_prompts_drawn: int):
         """Record that the policy has been trained on a step."""
