@@ -105,6 +105,7 @@ class Batch:
     step: int
     temperature: float
     top_p: float = 1.0
+    split: str = "train"  # or "val", in an evaluation
     groups: list[list[Sample]] = field(default_factory=list)  # Each group has the samples of one prompt.
     groups_to_train: list[list[Sample]] = field(default_factory=list)
     rounds: int = 0  # How often prompts were drawn: once, or more often with --dynamic-sampling.
@@ -216,7 +217,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         on_finished=finished,
     )
     seed = config.seed  # Every evaluation uses the same seed.
-    if batch.rounds:
+    if batch.split == "train":
         seed = config.seed * 1_000_003 + batch.step
     if batch.rounds > 1:
         seed = random.Random(f"{seed}/refill {batch.rounds}").getrandbits(32)
@@ -296,7 +297,7 @@ def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]])
     is_first = batch.step == run.first_step and batch.rounds == 1
     config = run.config
     groups_to_train = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
-    check_results(run, batch, groups, "train")
+    check_results(run, batch, groups)
     return groups_to_train
 
 
@@ -310,7 +311,7 @@ def finish_batch(run: Run, batch: Batch) -> None:
     batch.metrics = batch_metrics(batch, run.config)
 
 
-def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str) -> None:
+def check_results(run: Run, batch: Batch, groups: list[list[Sample]]) -> None:
     """Raise RuntimeError if too many rollouts failed, or too many samples that needed a verdict have none.
 
     One lost verdict must not stop a run in which few samples need one. So the rate divides by at least
@@ -326,8 +327,8 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
     if rate > limit or rate == 1:
         complaint = f"{rate:.0%} of the rollouts have failed"
         remedy = "fix the rollout function, because failed rollouts get no reward"
-        stop(run, batch, split, failed[0], complaint, remedy)
-    recent = run.recent_verdicts[split]
+        stop(run, batch, failed[0], complaint, remedy)
+    recent = run.recent_verdicts[batch.split]
     counts = verdict_counts(sample.result for sample in chain(*without_failures(groups)))
     counts["step"] = batch.step  # A resumed run drops the counts of steps that it repeats.
     # A step that needed no verdict only matters while there are few samples.
@@ -345,14 +346,14 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]], split: str
         first = next(sample for sample in ended if sample.result["reward_score"] is None)
         complaint = f"{rate:.0%} of the samples that needed a verdict have none"
         del recent[-1]  # A resumed run repeats this step or evaluation.
-        stop(run, batch, split, first, complaint, "check the reward function and the reward model")
+        stop(run, batch, first, complaint, "check the reward function and the reward model")
 
 
-def stop(run: Run, batch: Batch, split: str, sample: Sample, complaint: str, remedy: str) -> None:
+def stop(run: Run, batch: Batch, sample: Sample, complaint: str, remedy: str) -> None:
     """Write the samples of a batch for diagnosis, and raise RuntimeError. `sample` is the first bad one."""
     # If this step has been evaluated before, the samples stay, because the metrics do.
-    if split == "train" or not has_evaluation(run.log.history[-1]):
-        run.log.samples(batch.step, split, batch.groups, run.decode)
+    if batch.split == "train" or not has_evaluation(run.log.history[-1]):
+        run.log.samples(batch.step, batch.split, batch.groups, run.decode)
     raise RuntimeError(
         f"step {batch.step}: {complaint} (--max-no-verdict-rate {run.config.max_no_verdict_rate:g}); "
         f'{remedy}. The first such sample has the status "{sample.result["status"]}": '
@@ -376,10 +377,10 @@ def evaluate(run: Run) -> None:
 
 def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:
     """Sample and score responses to the validation rows: `count` per row, or as in --val-file and --val-n."""
-    batch = Batch(run.step, temperature, run.config.val_top_p)
+    batch = Batch(run.step, temperature, run.config.val_top_p, "val")
     groups = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
     batch.groups = wait_for_rewards(run, batch, groups)
-    check_results(run, batch, batch.groups, "val")
+    check_results(run, batch, batch.groups)
     return batch.groups
 
 
