@@ -536,16 +536,17 @@ def check_loss(options) -> str:
         return found if isinstance(found, tuple) else (found,)
 
     parts = call(*inputs)
+    loss_B_T = parts[0]
     if len(parts) > 2 or any(getattr(part, "shape", None) != mask.shape for part in parts):
         return "the function must return a tensor of the shape of its inputs (B x T), or a pair of them"
-    if not parts[0].requires_grad or not (parts[0] * mask).isfinite().all():
+    if not loss_B_T.requires_grad or not (loss_B_T * mask).isfinite().all():
         return "the loss of a token has no gradient or is not finite"
     has_gradient_at_zero(options)  # An exception at advantage 0 should end the run here.
-    if not torch.equal(call(*inputs)[0], parts[0]):
+    if not torch.equal(call(*inputs)[0], loss_B_T):
         return ""  # The loss draws random numbers, so two calls cannot be compared.
     for row in range(len(mask)):
         alone = call(*[tensor[row : row + 1] for tensor in inputs])[0]
-        if not torch.allclose(alone * mask[row], parts[0][row] * mask[row], atol=1e-6):
+        if not torch.allclose(alone * mask[row], loss_B_T[row] * mask[row], atol=1e-6):
             return (
                 "the loss of a sequence depends on the other sequences of its micro-batch, so that the "
                 "result would depend on the split into micro-batches"

@@ -648,13 +648,15 @@ class Run:
         self.cancelled.clear()
         self.num_restarts += 1
         if self.num_restarts > self.config.max_restarts:
-            limit = f"--max-restarts {self.config.max_restarts} allows no further restart"
             raise RanksLost(
-                f"{error}; {limit}; see the worker logs in the folder of Ray's session"
+                f"{error}; --max-restarts {self.config.max_restarts} allows no further restart; see the "
+                "worker logs in the folder of Ray's session"
             ) from error
         self.find_checkpoint()
-        count = f"attempt {self.num_restarts} of --max-restarts {self.config.max_restarts}"
-        print(f"{error}; restarting the ranks after step {self.saved_step} ({count})")
+        print(
+            f"{error}; restarting the ranks after step {self.saved_step} (attempt {self.num_restarts} of "
+            f"--max-restarts {self.config.max_restarts})"
+        )
         try:
             with self.loading():
                 self.policy.restart(self.resume_from)
