@@ -273,7 +273,14 @@ class Run:
         self.max_sequence_length = max(len(row["prompt_ids"]) for row in rows) + config.max_response_length
         shape = self.model_config.get_text_config()
         self.num_embeddings = getattr(shape, "vocab_size", None) or math.inf
-        self.check_tokens(rows)
+        highest = max(max(row["prompt_ids"]) for row in rows)
+        if highest >= self.num_embeddings:
+            token = self.tokenizer.convert_ids_to_tokens(highest)
+            raise ValueError(
+                f"--model {self.base_model}: a prompt contains token {highest} ({token!r}), but the "
+                f"embedding has only {self.num_embeddings} rows; resize the embedding, or use the "
+                "model's own tokenizer"
+            )
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
         # Beyond this length, these models encode every position differently. The log-probabilities of a
         # sample would then depend on the longest sample of its micro-batch.
@@ -325,17 +332,6 @@ class Run:
                 texts.append(self.tokenizer.apply_chat_template(prompt + added, tokenize=False, **options))
         for text in texts:
             check_reading(self.tokenizer, text, self.rollout_runner.encode_after("\n", text))
-
-    def check_tokens(self, rows):
-        """Raise ValueError if a prompt contains a token that the embedding lacks."""
-        highest = max(max(row["prompt_ids"]) for row in rows)
-        if highest >= self.num_embeddings:
-            token = self.tokenizer.convert_ids_to_tokens(highest)
-            raise ValueError(
-                f"--model {self.base_model}: a prompt contains token {highest} ({token!r}), but the "
-                f"embedding has only {self.num_embeddings} rows; resize the embedding, or use the "
-                "model's own tokenizer"
-            )
 
     def check_weights(self):
         """Raise ValueError if the model's folder has no weights.
