@@ -227,10 +227,15 @@ def json_object(field: str, text: str) -> dict:
 # ---- secrets in options
 
 
-def without_secrets(value):
-    """Return a value from JSON with all secrets hidden, also those in lists, JSON text and command lines."""
+def without_secrets(value, name: str = ""):
+    """Return a value from JSON with all secrets hidden, also those in lists, JSON text and command lines.
+
+    The value itself is hidden if its `name` says that it is secret.
+    """
+    if is_secret(name, value):
+        return HIDDEN
     if isinstance(value, dict):
-        return {name: hidden_if_secret(str(name), inner) for name, inner in value.items()}
+        return {key: without_secrets(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return words_without_secrets(value)
     if not isinstance(value, str):
@@ -247,8 +252,8 @@ def without_secrets(value):
     text = re.sub(r'(://[^/\s:@]*:)(?!\d*[/?])[^\s"]*@|(://)[^/\s:@"]+@', rf"\1\2{HIDDEN}@", value)
     named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
     if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
-        name, rest = named.groups()
-        return name + hidden_if_secret(name[:-1], rest)
+        start, rest = named.groups()
+        return start + without_secrets(rest, start[:-1])
     try:
         words = shlex.split(text)
     except ValueError:  # for instance an apostrophe
@@ -272,13 +277,6 @@ def words_without_secrets(words) -> list:
             word = HIDDEN
         shown.append(without_secrets(word))
     return shown
-
-
-def hidden_if_secret(name: str, value):
-    """Return a value with this name, hidden if it is secret, and else with the secrets in it hidden."""
-    if is_secret(name, value):
-        return HIDDEN
-    return without_secrets(value)
 
 
 def is_secret(name: str, value) -> bool:
