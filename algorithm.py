@@ -471,7 +471,7 @@ def check_advantage(options) -> str:
 
     The example has the keys of FAPO's results. A function that needs others is checked only by the run.
     """
-    size = getattr(options, "group_size", 2)
+    size = options.group_size
     penalty = {"overlong_penalty": -0.5} if options.overlong_buffer else {}
     right = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
     wrong = dict(score=-1.0, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
