@@ -346,10 +346,10 @@ class Run:
         """Raise ValueError if the adapters do not fit the model, which its config.json decides."""
         if not self.config.lora_rank:
             return
-        remote = dict(trust_remote_code=self.config.trust_remote_code)
+        trust = self.config.trust_remote_code
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(self.model_config, **remote)
+                model = AutoModelForCausalLM.from_config(self.model_config, trust_remote_code=trust)
         except Exception:  # Code of a model may need the weights. Then the start of the policy decides.
             return
         add_adapters(model, self.config, "")
@@ -610,9 +610,13 @@ class Run:
             return
         print(f"page: {tools.view_run.write_page([config.out_dir])}")
         if config.lora_rank and self.step:
-            source = Path(self.resume_from)
-            options = config.model, config.max_positions, config.trust_remote_code
-            tools.merge_lora.merge(source, self.merged_dir, *options)
+            tools.merge_lora.merge(
+                Path(self.resume_from),
+                self.merged_dir,
+                config.model,
+                config.max_positions,
+                config.trust_remote_code,
+            )
 
     # ---- what may go wrong
 
