@@ -195,7 +195,8 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         units = [[sample] for sample in samples]
     unit_of_running = {}
     for unit in units:
-        unit_of_running |= dict.fromkeys(map(id, unit), unit)
+        for sample in unit:
+            unit_of_running[id(sample)] = unit
 
     def finished(sample: Sample) -> None:
         sample.text = run.decode(sample.response_ids)

@@ -541,11 +541,12 @@ class Run:
             if self.step:
                 self.policy.load_optimizer(Path(self.resume_from))
         info = self.policy.model_info()
-        kinds = self.model_config.model_type, info["config"].model_type
-        if kinds[0] != kinds[1]:
+        whole = self.model_config.model_type
+        trained = info["config"].model_type
+        if trained != whole:
             print(
-                f"--model {self.base_model}: only the language model ({kinds[1]}) of {kinds[0]} is "
-                "trained; checkpoints omit other parts, such as a vision encoder"
+                f"--model {self.base_model}: only the language model ({trained}) of {whole} is trained; "
+                "checkpoints omit other parts, such as a vision encoder"
             )
         if info["adapters"]:
             print(info["adapters"])
@@ -771,8 +772,11 @@ class Interrupts:
 
     def restore_defaults(self):
         """Give a process that a tool forks Python's own handlers, so that the tool can end it."""
-        handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
-        handlers[signal.SIGINT] = signal.default_int_handler
+        handlers = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGHUP: signal.SIG_DFL,
+        }
         for number, handler in handlers.items():
             if signal.getsignal(number) == self.handle:
                 signal.signal(number, handler)
