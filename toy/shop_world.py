@@ -67,8 +67,9 @@ def random_problem(rng: Random, questions=(QUESTION,), lengths=(3, 4)) -> Proble
     deals = []
     for item in rng.sample(ITEMS, rng.randint(*lengths)):
         signs = [sign for sign in (1, -1) if LOWEST <= value + sign * prices[item] <= HIGHEST]
-        deals.append((rng.choice(signs), item))
-        value += deals[-1][0] * prices[item]
+        sign = rng.choice(signs)
+        deals.append((sign, item))
+        value += sign * prices[item]
     return Problem(rng.choice(NAMES), start, tuple(deals), rng.choice(questions), prices)
 
 

@@ -134,11 +134,13 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     split = pre_tokenizers.Split(Regex(r"\n\n|\n?[^\d\n]+|\n|\d"), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    shorten = [normalizers.Replace(word, short) for word, short in SHORT_WORDS.items()]
-    tokenizer.normalizer = normalizers.Sequence(shorten)
+    shorten = []
     lengthen = []
-    for word, short in SHORT_WORDS.items():  # In byte-level tokens, Ġ stands for a space.
+    for word, short in SHORT_WORDS.items():
+        shorten.append(normalizers.Replace(word, short))
+        # In byte-level tokens, Ġ stands for a space.
         lengthen.append(decoders.Replace(short.replace(" ", "Ġ"), word.replace(" ", "Ġ")))
+    tokenizer.normalizer = normalizers.Sequence(shorten)
     tokenizer.decoder = decoders.Sequence([*lengthen, decoders.ByteLevel()])
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
