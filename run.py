@@ -406,16 +406,16 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         config, step = self.config, self.step
-        if step >= config.total_steps:
-            is_wanted = True
-        elif step == 0:
-            is_wanted = config.val_before_train
-        else:
-            is_wanted = config.val_every and step % config.val_every == 0
         is_done = has_evaluation(self.log.history[-1])
         if not config.total_steps:  # --total-steps 0 always evaluates, even a step evaluated before.
             is_done = self.num_evaluations > 0
-        return bool(self.val_rows and is_wanted and not is_done)
+        if is_done or not self.val_rows:
+            return False
+        if step >= config.total_steps:
+            return True
+        if step == 0:
+            return config.val_before_train
+        return config.val_every > 0 and step % config.val_every == 0
 
     @contextlib.contextmanager
     def protected_step(self):
