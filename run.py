@@ -327,7 +327,7 @@ class Run:
         content = prompt[-1]["content"]
         texts = [content]
         for role in ("tool", "user"):
-            added = [{"role": speaker, "content": content} for speaker in ("assistant", role)]
+            added = [{"role": "assistant", "content": content}, {"role": role, "content": content}]
             with contextlib.suppress(Exception):  # reply() names a role that the template rejects.
                 texts.append(self.tokenizer.apply_chat_template(prompt + added, tokenize=False, **options))
         for text in texts:
