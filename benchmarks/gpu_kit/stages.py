@@ -101,23 +101,22 @@ def write(values: dict) -> None:
 
 def follow(runs: dict, work: Path):
     """Yield the metrics of each step when a run logs it, and the medians, or the error, when a run ends."""
-    runs, seen = dict(runs), {}
-    while runs:
-        ended = [name for name, run in runs.items() if run.poll() is not None]  # before the last look
-        for name in runs:
-            lines, _ = read_lines(work / name / "metrics.jsonl")
-            for number, line in enumerate(lines):
-                if seen.get((name, number)) != line:  # An evaluation adds its values to the line of its step.
-                    seen[name, number] = line
+    seen = {name: [] for name in runs}  # the lines of each run that has not ended
+    while seen:
+        for name, before in list(seen.items()):
+            has_ended = runs[name].poll() is not None  # before the last look
+            seen[name], _ = read_lines(work / name / "metrics.jsonl")
+            for line in seen[name]:
+                if line not in before:  # An evaluation adds its values to the line of its step.
                     yield {"run": name} | {k: line[k] for k in line if k in SHOWN or k.startswith("time/")}
-        for name in ended:
-            steps = read_lines(work / name / "metrics.jsonl")[0][1:]
-            if runs.pop(name).returncode or not steps:
-                yield {"run": name, "error": (work / f"{name}.log").read_text().strip()[-600:]}
-                continue
-            keys = sorted(key for key in steps[-1] if key.startswith("time/"))
-            medians = {key: median(step[key] for step in steps if key in step) for key in keys}
-            yield {"run": name, "medians": medians}
+            if has_ended:
+                steps = seen.pop(name)[1:]
+                if runs[name].returncode or not steps:
+                    yield {"run": name, "error": (work / f"{name}.log").read_text().strip()[-600:]}
+                    continue
+                keys = sorted(key for key in steps[-1] if key.startswith("time/"))
+                medians = {key: median(step[key] for step in steps if key in step) for key in keys}
+                yield {"run": name, "medians": medians}
         time.sleep(0.2)
 
 
