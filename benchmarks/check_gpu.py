@@ -105,9 +105,27 @@ def config_of(model: Path, **settings) -> grpo_trainer.Config:
     return grpo_trainer.Config(model=str(model), train_file="", out_dir=str(model.parent), **settings)
 
 
-def load(work: Path, device, max_tokens=4096, **settings) -> policy.Policy:
-    config = config_of(work / "model", max_tokens_per_micro_batch=max_tokens, **settings)
+def load(work: Path, device, **settings) -> policy.Policy:
+    config = config_of(work / "model", max_tokens_per_micro_batch=4096, **settings)
     return policy.Policy(config, config.model, device)
+
+
+def plan_update(model: Path, device, length: int, tokens: int, **settings) -> tuple:
+    """Return the settings for micro-batches of this many tokens, and the memory in GB by plan_run's estimate.
+
+    The memory is that of the device, while vLLM samples responses of this length.
+    """
+    config = config_of(
+        model,
+        rollout="vllm",
+        device=device.type,
+        max_prompt_length=64,
+        max_response_length=length,
+        max_tokens_per_micro_batch=tokens,
+        **settings,
+    )
+    memory = plan_run.estimate_memory(config, device.type)
+    return config, sum(gb or 0.0 for name, gb in memory.items() if "host" not in name)
 
 
 def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
@@ -196,19 +214,20 @@ def check_precision(work: Path, device=GPU, length=256):
 
     def update():
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
-        return metrics, above, parameters_to_vector(one.grad for one in learner.model.parameters())
+        gradient = parameters_to_vector(one.grad for one in learner.model.parameters())
+        return metrics, above, gradient, logprobs_of(learner, samples)[0]
 
     update()  # This update creates the optimizer's state.
-    (plain, above, gradient), (logprobs, _) = update(), logprobs_of(learner, samples)
+    plain, above, gradient, logprobs = update()
     # Gradient checkpointing also turns off shared prompts in a run.
     shares, learner.model.shares_prompts = learner.model.shares_prompts, False
     learner.config.gradient_checkpointing = True
-    spare, spare_above, _ = update()
+    spare, spare_above, *_ = update()
     learner.config.gradient_checkpointing = False
     learner.model.shares_prompts = shares
     torch.set_float32_matmul_precision("highest")
     with patch.object(causal_lm, "precision", lambda device: contextlib.nullcontext()):
-        (exact, _, exact_gradient), (exact_logprobs, _) = update(), logprobs_of(learner, samples)
+        exact, _, exact_gradient, exact_logprobs = update()
 
     off = (logprobs - exact_logprobs).abs().mean().item()
     text = f"{off:.4f} nats apart on average, entropy {-logprobs.mean():.1f} nats"
@@ -229,17 +248,10 @@ def check_update(work: Path, device=GPU, length=1024):
     """Measure speed and memory with the trainer's micro-batches, or with those that fit by its estimate."""
     total = 1e-9 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1e6
     for budget in (16384, 8192, 4096, 2048):
-        config = config_of(
-            work / "model",
-            rollout="vllm",
-            max_prompt_length=64,
-            max_response_length=length,
-            max_tokens_per_micro_batch=budget,
-        )
-        estimate = sum(gb or 0.0 for gb in plan_run.estimate_memory(config, device.type).values())
+        config, estimate = plan_update(work / "model", device, length, budget)
         if estimate < 0.8 * total:
             break
-    learner = load(work, device, budget)
+    learner = policy.Policy(config, config.model, device)
     length = min(length, learner.model.config.max_position_embeddings // 2)
     found, _ = time_update(learner, random_samples(learner, length, 32), device)
     peak, fastest, weights = found["peak_gb"], 1e-12 * peak_of(device), found["m_weights"]
@@ -373,9 +385,11 @@ def check_ranks(work: Path, device=GPU, length=256):
     samples = roll_out(alone, samples_of(work, 4), length)
     for sample in samples:
         sample.advantage = rng.gauss(1, 1)
-    expected, seconds, peak, _ = measure(
-        device, lambda: [alone.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1]
-    )
+
+    def two_updates(learner):
+        return [learner.update(groups_of(samples), lr=1e-6) for _ in range(2)][1]
+
+    expected, seconds, peak, _ = measure(device, partial(two_updates, alone))
     alone = None
     measure(device, lambda: None)  # This frees unused memory, which a rank may need on the same GPU.
     reward_loop.connect_ray()
@@ -383,9 +397,7 @@ def check_ranks(work: Path, device=GPU, length=256):
     config = config_of(work / "model", **settings)
     group = PolicyGroup(config, config.model)
     try:
-        found, of_two, *_ = measure(
-            device, lambda: [group.update(groups_of(samples), lr=1e-6) for _ in range(2)][-1]
-        )
+        found, of_two, *_ = measure(device, partial(two_updates, group))
         held = ray.get(
             [actor.__ray_call__.remote(lambda _: torch.cuda.max_memory_allocated()) for actor in group.actors]
         )
@@ -582,7 +594,8 @@ def main() -> None:
         for what, holds, figure in rows:
             results.append({True: "passed", False: "failed", None: "skipped"}[holds])
             print(f"| {name} | {results[-1]} | {what} | {figure.replace('|', '/')} |", flush=True)
-            has_vllm = has_vllm and (what != "vllm" or bool(holds))
+            if what == "vllm":
+                has_vllm = holds
     for weights in [] if (WORK / "model").is_symlink() else WORK.glob("model/*.safetensors"):
         weights.unlink()
     counts = ", ".join(f"{results.count(result)} {result}" for result in ("passed", "failed", "skipped"))

@@ -36,7 +36,6 @@ import gpu_models
 import policy
 from cluster.ranks import RankedPolicy, Ranks
 from run_folder import read_lines
-from tools import plan_run
 from toy import report
 
 TOKENS = 16384  # maximum number per micro-batch
@@ -156,16 +155,7 @@ def fapo(config: Config, work: Path):
 def update(config: Config, work: Path, way: str, size: str, length: int, count: int):
     """Measure an update of `count` samples with the settings of this way."""
     device = config.on
-    settings = check_gpu.config_of(
-        work / size,
-        rollout="vllm",
-        device=config.device,
-        max_prompt_length=64,
-        max_response_length=length,
-        max_tokens_per_micro_batch=TOKENS,
-        **WAYS[way],
-    )
-    memory = plan_run.estimate_memory(settings, config.device)
+    settings, planned = check_gpu.plan_update(work / size, device, length, TOKENS, **WAYS[way])
     if settings.policy_offload:  # a single FSDP2 rank in this process
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         learner = RankedPolicy(settings, settings.model, device, Ranks(0, 1, f"127.0.0.1:{store.port}"))
@@ -178,7 +168,7 @@ def update(config: Config, work: Path, way: str, size: str, length: int, count: 
         samples = gpu_models.random_samples(learner, length, count)
         with attention:
             found, metrics = gpu_models.time_update(learner, samples, device)
-        found["planned_gb"] = sum(gb or 0.0 for name, gb in memory.items() if "host" not in name)
+        found["planned_gb"] = planned
         shown = {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
         yield {"way": way, "size": size, "length": length, "samples": count} | found | shown
     finally:
