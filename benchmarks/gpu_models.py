@@ -7,10 +7,11 @@ sampler would agree with every trainer. Not covered: the models' quality, severa
 import math
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from measuring import groups_of
 import policy
@@ -32,8 +33,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
 def new_model(size: str, device):
     """Return a model with random weights, in the shape of a Qwen2 or Qwen3."""
     hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[size]
-    kind = (Qwen3Config, Qwen3ForCausalLM) if size == "0.6b" else (Qwen2Config, Qwen2ForCausalLM)
-    shape = kind[0](
+    kind = "qwen3" if size == "0.6b" else "qwen2"
+    shape = AutoConfig.for_model(
+        kind,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -47,7 +49,7 @@ def new_model(size: str, device):
         bos_token_id=None,
     )
     with torch.device(device):  # A CPU would draw a billion random numbers slowly.
-        return kind[1](shape)
+        return AutoModelForCausalLM.from_config(shape)
 
 
 def toy_tokenizer():
@@ -88,12 +90,13 @@ def time_update(learner, samples, device) -> tuple[dict, dict]:
         weights += parameter.numel() * ("lora_" not in name)
     if not shape.tie_word_embeddings:
         weights -= learner.model.get_input_embeddings().weight.numel()  # It is a lookup, not a product.
-    operations = 6 * weights * sum(sample.length for sample in samples)
+    tokens = sum(sample.length for sample in samples)
+    operations = 6 * weights * tokens
     width = shape.num_hidden_layers * shape.hidden_size
     operations += 6 * width * sum(sample.length**2 for sample in samples)
-    _, first, *_ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))  # warms up
-    metrics, seconds, peak, _ = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
-    tokens = sum(sample.length for sample in samples)
+    update = partial(learner.update, groups_of(samples), lr=0.0)
+    _, first, *_ = measure(device, update)  # warms up
+    metrics, seconds, peak, _ = measure(device, update)
     found = {"first_s": first, "update_s": seconds, "tokens_per_s": tokens / seconds, "peak_gb": peak}
     return found | {"of_peak": operations / seconds / peak_of(device), "m_weights": 1e-6 * weights}, metrics
 
