@@ -32,14 +32,22 @@ def let_pass(result: dict) -> bool:
     return result["acc"] is True and result["flawed_positive"] is False and result["genrm_status"] == "ok"
 
 
-def with_remaining_time(start: float, settings: dict, second: dict | None = None) -> dict:
-    """Return settings for a later verdict, which gets only the time that the first one (at `start`) left.
+async def first_verdict(address: str, *sample, **settings) -> tuple:
+    """Return FAPO's result with this judge, and a function `again(address, **changed settings)`.
 
-    With a full time limit each, verdicts could exceed the reward loop's --timeout, which loses all of them.
+    `again` gives a later verdict, which gets only the time that the first one left. With a full time limit
+    each, verdicts could exceed the reward loop's --timeout, which loses all of them.
     """
+    start = time.monotonic()
+    result = await fapo.compute_score_fapo(*sample, address, **settings)
     rest = settings.get("genrm_timeout_s", fapo.GENRM_TIMEOUT_S) - (time.monotonic() - start)
-    settings = settings | (second or {})
-    return settings | {"genrm_timeout_s": max(0.0, min(rest, settings.get("genrm_timeout_s", rest)))}
+
+    def again(address, **changed):
+        own = settings | changed
+        own["genrm_timeout_s"] = max(0.0, min(rest, own.get("genrm_timeout_s", rest)))
+        return fapo.compute_score_fapo(*sample, address, **own)
+
+    return result, again
 
 
 def check_share(share) -> None:
@@ -83,17 +91,13 @@ async def audited(
     Every result has `audited`, which is False if there is no second verdict. Audited samples also have
     `audit_flawed`, the second verdict. No reward depends on it.
     """
-    sample = (data_source, solution_str, ground_truth, extra_info)
     is_wanted = is_drawn(share, step, extra_info.get("question"), solution_str)
-    settings["turns"] = turns
-    start = time.monotonic()
-    result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
+    sample = (data_source, solution_str, ground_truth, extra_info)
+    result, again = await first_verdict(reward_router_address, *sample, turns=turns, **settings)
     result["audited"] = False
     if is_wanted and let_pass(result):
         address = reward_router_addresses.get("audit", reward_router_address)
-        opinion = await fapo.compute_score_fapo(
-            *sample, address, **with_remaining_time(start, settings, second)
-        )
+        opinion = await again(address, **second or {})
         result["audit_status"] = opinion["genrm_status"]
         if opinion["genrm_status"] == "ok":
             result |= {"audited": True, "audit_flawed": opinion["flawed_positive"]}
@@ -136,13 +140,10 @@ async def two_judges(
     queried.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
-    settings["turns"] = turns
-    start = time.monotonic()
-    result = await fapo.compute_score_fapo(*sample, reward_router_address, **settings)
+    result, again = await first_verdict(reward_router_address, *sample, turns=turns, **settings)
     is_open = let_pass(result)
     if is_open:
-        strict = reward_router_addresses["strict"]
-        result = await fapo.compute_score_fapo(*sample, strict, **with_remaining_time(start, settings))
+        result = await again(reward_router_addresses["strict"])
     return result | {"strict_asked": is_open}
 
 
@@ -169,14 +170,11 @@ async def votes(
     Raises ValueError if genrm_temperature is 0, because equal requests then share one answer.
     """
     check_critiques(k, settings)
-    sample = (data_source, solution_str, ground_truth, extra_info, reward_router_address)
-    settings["turns"] = turns
-    start = time.monotonic()
-    first = await fapo.compute_score_fapo(*sample, **settings)
+    sample = (data_source, solution_str, ground_truth, extra_info)
+    first, again = await first_verdict(reward_router_address, *sample, turns=turns, **settings)
     if first["genrm_status"] == "skipped":
         return first
-    settings = with_remaining_time(start, settings)
-    others = [fapo.compute_score_fapo(*sample, **settings) for _ in range(k - 1)]
+    others = [again(reward_router_address) for _ in range(k - 1)]
     results = [first, *await asyncio.gather(*others)]
     counted = [result for result in results if result["genrm_status"] == "ok"]
     verdicts = [result["first_wrong"] != -1 for result in counted]
