@@ -148,19 +148,13 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
         # If the judge only measures, compute_score_fapo keeps the score of an answer without a verdict.
         if verdict["genrm_status"] != "skipped" and verdict["flawed_positive"] is None:
             verdict["score"] = None
-    places = []
-    for text in solution_strs:
-        if verdict_of[text]["score"] is not None:
-            places.append(place(verdict_of[text]))
-    results = []
-    for text in solution_strs:
-        result = verdict_of[text] | {"group_distinct": len(distinct)}
-        if result["score"] is not None:
-            mine = place(result)
-            beaten = sum(mine > other for other in places)
-            beaten_by = sum(mine < other for other in places)
-            result["score"] = (beaten - beaten_by) / max(len(places) - 1, 1)
-        results.append(result)
+    results = [verdict_of[text] | {"group_distinct": len(distinct)} for text in solution_strs]
+    compared = [result for result in results if result["score"] is not None]
+    places = [place(result) for result in compared]
+    for result, mine in zip(compared, places):
+        beaten = sum(mine > other for other in places)
+        beaten_by = sum(mine < other for other in places)
+        result["score"] = (beaten - beaten_by) / max(len(places) - 1, 1)
     return results
 
 
