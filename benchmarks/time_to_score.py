@@ -20,6 +20,7 @@ Not covered: GPUs, vLLM, and TRL's evaluation loop (the script calls model.gener
 import contextlib
 import inspect
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -100,10 +101,10 @@ def run_ours(job: dict, events) -> None:
         log_step(run, metrics)
 
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
-    (source, *_) = {row["data_source"] for row in read_rows(Path(job["val_file"]))}
-    sys.argv = ["grpo_trainer.py", "--model", job["model"], "--out-dir", str(folder / "run")]
-    for name in ("train_file", "val_file", "reward_fn"):
-        sys.argv += [f"--{name.replace('_', '-')}", job[name]]
+    (source, *_) = {row["data_source"] for row in read_rows(folder / "val.jsonl")}
+    sys.argv = ["grpo_trainer.py", "--model", job["model"], "--reward-fn", job["reward_fn"]]
+    for flag, name in {"--train-file": "train.jsonl", "--val-file": "val.jsonl", "--out-dir": "run"}.items():
+        sys.argv += [flag, str(folder / name)]
     sys.argv += f"""--total-steps {job["steps"]} --train-batch-size {job["prompts"]} --seed {job["seed"]}
         --mini-batch-size {job["prompts"]} --group-size {job["group"]} --max-response-length {job["length"]}
         --overlong-buffer 0 --lr {job["lr"]} --lr-warmup-steps {WARMUP_STEPS} --val-every {job["val_every"]}
@@ -115,7 +116,7 @@ def run_ours(job: dict, events) -> None:
 
 
 def run_trl(job: dict, events) -> None:
-    sys.path.insert(0, job["trl"])
+    sys.path.insert(0, os.path.expanduser(job["trl"]))
     import torch
     from transformers import TrainerCallback
 
@@ -125,12 +126,16 @@ def run_trl(job: dict, events) -> None:
     function = load_in_this_process("reward_fn", job["reward_fn"])
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"--reward-fn: {job['reward_fn']} is async, but TRL's side needs a sync function")
-    val_rows = read_rows(Path(job["val_file"]))
+    folder = Path(job["folder"])
+    val_rows = read_rows(folder / "val.jsonl")
 
     def result_of(row: dict, text: str) -> dict:
-        truth = row["reward_model"]["ground_truth"]
-        named = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": row["extra_info"]}
-        return function(solution_str=text, **named)
+        return function(
+            data_source=row["data_source"],
+            solution_str=text,
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info=row["extra_info"],
+        )
 
     def reward(completions, row, **_):
         scores = []
@@ -163,10 +168,11 @@ def run_trl(job: dict, events) -> None:
             if state.global_step % job["val_every"] == 0:
                 evaluate()
 
-    rows = read_rows(Path(job["train_file"]))
+    rows = read_rows(folder / "drawn.jsonl")
     columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
     job |= {"samples": job["prompts"] * job["group"], "warmup": WARMUP_STEPS}
-    trainer = new_trainer(job | {"checkpointing": job["side"] == "trl"}, reward, columns, Watch())
+    job["checkpointing"] = job["side"] == "trl"
+    trainer = new_trainer(job, reward, columns, Watch())
     trainer.train()
 
 
@@ -224,18 +230,14 @@ def compare(config: Config, seed: int) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = {"train": rows_of(config.train_file, config.suffix)}
-        rows["val"] = rows_of(config.val_file, config.suffix)[: config.num_val]
+        train_rows = rows_of(config.train_file, config.suffix)
+        write_lines(folder / "train.jsonl", train_rows)
+        write_lines(folder / "val.jsonl", rows_of(config.val_file, config.suffix)[: config.num_val])
         # TRL gets the prompts of all steps in the order in which our trainer draws them.
-        rows["drawn"] = draw(rows["train"], 0, config.prompts * config.steps, seed)
-        for part, rows_of_part in rows.items():
-            write_lines(folder / f"{part}.jsonl", rows_of_part)
+        write_lines(folder / "drawn.jsonl", draw(train_rows, 0, config.prompts * config.steps, seed))
         commands = {}
         for side in config.sides:
             job = asdict(config) | {"seed": seed, "side": side, "folder": name}
-            job |= {"events": folder / f"{side}.jsonl", "trl": config.trl.expanduser()}
-            train = "train" if side == "ours" else "drawn"
-            job |= {"train_file": folder / f"{train}.jsonl", "val_file": folder / "val.jsonl"}
             commands[side] = [sys.executable, __file__, "--worker", json.dumps(job, default=str)]
         # By default, a waiting thread spins, which would count as CPU time.
         threads = dict(OMP_NUM_THREADS=str(config.threads), OMP_WAIT_POLICY="passive")
@@ -285,7 +287,7 @@ def table(curves: list[dict], threshold: float) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         job = json.loads(sys.argv[2])
-        events = open(job["events"], "a")
+        events = open(Path(job["folder"], f"{job['side']}.jsonl"), "a")
         return {"ours": run_ours}.get(job["side"], run_trl)(job, events)
     config = tyro.cli(Config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would be left behind.
