@@ -147,9 +147,10 @@ def wandering_game(rng: Random) -> list[str]:
     """Return the game of a player who makes random safe moves, as [prompt, move, reply, move, ...]."""
     from toy.warm_start import ASSISTANT, END, USER
 
-    seed = rng.randrange(10**6, 10**9)
-    while belongs_to_test(seed):
+    while True:
         seed = rng.randrange(10**6, 10**9)
+        if not belongs_to_test(seed):
+            break
     game = new_game(seed)
     pieces = [f"{USER}{first_observation(seed)}{ASSISTANT}"]
     square, is_over = 0, False

@@ -64,11 +64,11 @@ def train(advantage, penalty: float, kind: str, seed: int, updates=150, logit=-2
         for sample, row in zip(samples, found.tolist()):
             of_tokens = row if isinstance(row, list) else [row] * len(sample.text)
             trivial = sample.text.count("p")
-            for place, letter in enumerate(sample.text):  # Each decision is to write "p" or "a".
+            for letter, of_token in zip(sample.text, of_tokens):  # Each decision is to write "p" or "a".
                 if letter == "p":
-                    gradient += of_tokens[place] * (1 - padding)
+                    gradient += of_token * (1 - padding)
                 elif letter == "a" and trivial < MOST:
-                    gradient -= of_tokens[place] * padding
+                    gradient -= of_token * padding
         means.append(fmean(sample.text.count("p") for sample in samples))
         logit += gradient / sum(sample.text.count("\n\n") + 1 for sample in samples)
     return means
