@@ -61,6 +61,7 @@ from toy import toy_world, warm_start
 from cluster.policy_group import PolicyGroup
 from cluster.servers import ClusterServers
 from rollout import PolicyServers, rollout_hf, rollout_vllm
+from run_folder import read_lines
 
 WORK, GPU = ROOT / "outputs" / "check_gpu", torch.device("cuda:0")
 AGREE = 0.1  # limit of the mean difference in nats per token between two bf16 computations
@@ -226,7 +227,7 @@ def check_precision(work: Path, device=GPU, length=256):
     learner.config.gradient_checkpointing = False
     learner.model.shares_prompts = shares
     torch.set_float32_matmul_precision("highest")
-    with patch.object(causal_lm, "precision", lambda device: contextlib.nullcontext()):
+    with patch.object(causal_lm, "precision", contextlib.nullcontext):
         exact, _, exact_gradient, exact_logprobs = update()
 
     off = (logprobs - exact_logprobs).abs().mean().item()
@@ -254,9 +255,9 @@ def check_update(work: Path, device=GPU, length=1024):
     learner = policy.Policy(config, config.model, device)
     length = min(length, learner.model.config.max_position_embeddings // 2)
     found, _ = time_update(learner, random_samples(learner, length, 32), device)
-    peak, fastest, weights = found["peak_gb"], 1e-12 * peak_of(device), found["m_weights"]
-    text = f"{found['tokens_per_s']:,.0f} tokens/s, {found['of_peak']:.1%} of {fastest:.0f} TFLOP/s"
-    yield "update: speed", True, f"{text} ({weights:,.0f} M weights)"
+    peak = found["peak_gb"]
+    text = f"{found['tokens_per_s']:,.0f} tokens/s, {found['of_peak']:.1%} of {1e-12 * peak_of(device):.0f}"
+    yield "update: speed", True, f"{text} TFLOP/s ({found['m_weights']:,.0f} M weights)"
     text = f"{peak:.1f} GB at the peak, {estimate:.1f} GB estimated, micro-batches of {budget} tokens"
     as_planned = 0.9 * estimate < peak < 1.1 * estimate or device.type == "cpu"  # The plan is only for GPUs.
     yield "update: memory, 0.9 to 1.1 times plan_run's estimate", as_planned, text
@@ -499,7 +500,8 @@ def check_run(work: Path, name: str):
         yield f"two-step run, {name}", None, f"needs {gpus} GPUs, torch sees {torch.cuda.device_count()}"
         return
     command = [sys.executable, str(ROOT / "grpo_trainer.py"), "--reward-fn", f"{__file__}:score_by_asking"]
-    command, begun = [*command, "--out-dir", name, *shlex.split(RUN + flags)], time.perf_counter()
+    command += ["--out-dir", name, *shlex.split(RUN + flags)]
+    begun = time.perf_counter()
     run = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.perf_counter() - begun
     print(run.stdout)
@@ -510,7 +512,7 @@ def check_run(work: Path, name: str):
 
 def run_row(folder: Path, name: str, expected: str) -> tuple:
     """Check that a run has two steps, log-probabilities agree, and a LoRA run saved no full weights."""
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    steps = read_lines(folder / "metrics.jsonl")[0][1:]
     keys = ("time/step", "rollout/logprob_diff")
     times, offs = (", ".join(f"{step[key]:.3g}" for step in steps) for key in keys)
     holds = len(steps) == 2 and all(step["rollout/logprob_diff"] < AGREE for step in steps)
@@ -553,23 +555,25 @@ def in_child(name: str, seconds: float) -> list:
 
     The process and its children are ended after `seconds`.
     """
-    rows, failure, log = WORK / f"{name}.jsonl", [], WORK / f"{name}.log"
-    rows.touch()
     command = [sys.executable, __file__, "--worker", name]
     with started({name: command}, WORK, RAY_ADDRESS="local", HF_HUB_OFFLINE="1") as runs:
+        failure = ""
         try:
             code = runs[name].wait(seconds)
             if code:
-                failure = [(name, False, f"ended with exit code {code}; see {log}")]
+                failure = f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            failure = [(name, False, f"timed out after {seconds} s; see {log}")]
-    return [json.loads(line) for line in rows.read_text().splitlines()] + failure
+            failure = f"timed out after {seconds} s"
+    rows, _ = read_lines(WORK / f"{name}.jsonl")
+    if failure:
+        rows.append((name, False, f"{failure}; see {WORK / name}.log"))
+    return rows
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         return work_on(sys.argv[2])
-    config, begun, results, has_vllm = tyro.cli(Config, description=__doc__), time.perf_counter(), [], True
+    config, begun = tyro.cli(Config, description=__doc__), time.perf_counter()
     if not torch.cuda.is_available():
         print("no NVIDIA GPU was found, so there is nothing to check")
         raise SystemExit(2)
@@ -586,6 +590,8 @@ def main() -> None:
     WORK.mkdir(parents=True)
     (WORK / "config.json").write_text(json.dumps(asdict(config)))
     print("| check | result | tested property | measurement |\n| --- | --- | --- | --- |", flush=True)
+    results = []
+    has_vllm = True
     for name in dict.fromkeys(("environment", "models", *(config.only or CHECKS))):
         _, seconds, needs_vllm = CHECKS[name]
         rows = [(name, None, "needs vllm")]
@@ -596,8 +602,9 @@ def main() -> None:
             print(f"| {name} | {results[-1]} | {what} | {figure.replace('|', '/')} |", flush=True)
             if what == "vllm":
                 has_vllm = holds
-    for weights in [] if (WORK / "model").is_symlink() else WORK.glob("model/*.safetensors"):
-        weights.unlink()
+    if not (WORK / "model").is_symlink():
+        for weights in WORK.glob("model/*.safetensors"):
+            weights.unlink()
     counts = ", ".join(f"{results.count(result)} {result}" for result in ("passed", "failed", "skipped"))
     print(f"\n{counts}, in {time.perf_counter() - begun:.0f} s; logs in {WORK}")
     raise SystemExit("failed" in results)
