@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from genrm_server import request, reserve_port
+
 CHAT = "/v1/chat/completions"
 
 
@@ -28,8 +29,8 @@ def machine() -> str:
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
     units = sorted({*text.split()} & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
-    version, load = platform.python_version(), os.getloadavg()[0]
-    return f"{os.cpu_count()} cores, {name}, {' '.join(units)}, Python {version}, load {load:.1f}"
+    line = f"{os.cpu_count()} cores, {name}, {' '.join(units)}, Python {platform.python_version()}"
+    return f"{line}, load {os.getloadavg()[0]:.1f}"
 
 
 @contextlib.contextmanager
@@ -39,8 +40,9 @@ def started(commands: dict[str, list[str]], folder: Path, **environment):
     try:
         for name, command in commands.items():
             with open(folder / f"{name}.log", "w") as log:
-                output = dict(stdout=log, stderr=log, start_new_session=True)
-                runs[name] = subprocess.Popen(command, cwd=ROOT, env=environment, **output)
+                runs[name] = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
         yield runs
     finally:
         for run in runs.values():
@@ -61,8 +63,7 @@ def groups_of(samples: list, size: int = 8) -> list[list]:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    with reserve_port("127.0.0.1") as sock:
         return sock.getsockname()[1]
 
 
@@ -72,16 +73,15 @@ def server(port: int, command: list[str]):
 
     Raises OSError if the server has ended, or has not answered a chat request within 60 s.
     """
-    from genrm_server import request
-
     url = f"http://127.0.0.1:{port}{CHAT}"
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     with tempfile.TemporaryDirectory() as folder, started({"server": command}, Path(folder)) as runs:
         run, end = runs["server"], time.monotonic() + 60
         while request("POST", url, body)[0] != 200:
             if run.poll() is not None or time.monotonic() > end:
-                text = " ".join(command)
-                raise OSError(f"{text}: no response on port {port}; run the command by hand to see why")
+                raise OSError(
+                    f"{' '.join(command)}: no response on port {port}; run the command by hand to see why"
+                )
             time.sleep(0.2)
         yield run
 
