@@ -43,6 +43,7 @@ from toy.toy_world import parse_problem, write_solution
 
 FOLDER = DOCS / "evidence"
 FILES = ("runs.jsonl", "shop.jsonl", "classifier.jsonl")
+Runs = list[dict]  # Each dict is a line of these files.
 LAST = 10  # Some columns summarise the training samples of this many steps.
 
 # ---- worlds, and what to show of them
@@ -68,7 +69,7 @@ class Config:
 # ---- collecting runs
 
 
-def collect(folder: Path) -> list[dict]:
+def collect(folder: Path) -> Runs:
     """Return one dict per run, sorted by name. Raises ValueError if a run has not finished."""
     runs = []
     for file in sorted(folder.glob("*/*/metrics.jsonl")):
@@ -194,15 +195,15 @@ def file_of(run: dict) -> str:
     return "runs.jsonl"
 
 
-def read() -> list[dict]:
+def read() -> Runs:
     return [json.loads(line) for name in FILES for line in (FOLDER / name).read_text().splitlines()]
 
 
-def runs_of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
+def runs_of(runs: Runs, algorithm: str, *worlds: str) -> Runs:
     return [run for run in runs if run["algorithm"] == algorithm and run["world"] in worlds]
 
 
-def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
+def of(runs: Runs, algorithm: str, *worlds: str) -> Runs:
     """Return the runs of an algorithm in these worlds (default: STANDARD). Raises ValueError if empty."""
     worlds = worlds or STANDARD
     found = runs_of(runs, algorithm, *worlds)
@@ -212,7 +213,7 @@ def of(runs: list[dict], algorithm: str, *worlds: str) -> list[dict]:
     return found
 
 
-def with_same_seeds(runs: list[dict], algorithms: list[str]) -> list[dict]:
+def with_same_seeds(runs: Runs, algorithms: list[str]) -> Runs:
     """Return the runs of these algorithms from those checkpoints and seeds that all of them have."""
     found = [run for run in runs if run["algorithm"] in algorithms]
     of_start = Counter((run["world"], run["seed"]) for run in found)
@@ -307,50 +308,50 @@ def best_earned(run: dict) -> float:
 # ---- cells: texts about all runs of a row
 
 
-def num_runs(runs: list[dict], when: str) -> str:
+def num_runs(runs: Runs, when: str) -> str:
     return str(len(runs))
 
 
-def earned(runs: list[dict], when: str) -> str:
+def earned(runs: Runs, when: str) -> str:
     """Return the mean outcome reward minus cost on the held-out problems."""
     return cell([minus_cost(run, run[when]["shop/mean@1"], run[when]["shop/calls/mean@1"]) for run in runs])
 
 
-def median_calls(runs: list[dict], when: str) -> str:
+def median_calls(runs: Runs, when: str) -> str:
     return f"{median(map(calls, runs)):.0f}"
 
 
-def turning_points(runs: list[dict], when: str) -> str:
+def turning_points(runs: Runs, when: str) -> str:
     return ", ".join(f"{turn:.0f}" for turn in sorted(map(turning_point, runs)))
 
 
-def groups_with_spread(runs: list[dict], when: str) -> str:
+def groups_with_spread(runs: Runs, when: str) -> str:
     return cell([run[f"{when}_spread"] for run in runs])
 
 
-def flaws_of(runs: list[dict]) -> Counter:
+def flaws_of(runs: Runs) -> Counter:
     total = Counter()
     for run in runs:
         total.update(run["flaws"])
     return total
 
 
-def num_flaws(runs: list[dict], when: str) -> str:
+def num_flaws(runs: Runs, when: str) -> str:
     return str(flaws_of(runs).total())
 
 
-def share_of_flaws(runs: list[dict], when: str, kind: str) -> str:
+def share_of_flaws(runs: Runs, when: str, kind: str) -> str:
     flaws = flaws_of(runs)
     return f"{flaws[kind] / flaws.total():.2f}"
 
 
-def judged(runs: list[dict], when: str, kind: str, place: int) -> str:
+def judged(runs: Runs, when: str, kind: str, place: int) -> str:
     """Return how many trajectories with this flaw the judge called flawed (0) or located (1)."""
     counts = np.sum([run["verdicts"][kind] for run in runs], 0)
     return f"{counts[place]} of {counts[2]}"
 
 
-def accepted(runs: list[dict], when: str, verdict: str) -> str:
+def accepted(runs: Runs, when: str, verdict: str) -> str:
     """Return the fraction of samples with this oracle's verdict that the classifier accepts."""
     if runs[0]["algorithm"] == "flagged" and verdict == "wrong":
         return "not queried"
@@ -393,7 +394,11 @@ class Table:
     def algorithms(self) -> list[str]:
         return [name + rows.suffix for rows in self.rows for name in rows.titles]
 
-    def cells(self, runs: list[dict]) -> list[list[str]]:
+    def lines(self, runs: Runs) -> list[list[str]]:
+        """Return the heads, and the text of all rows."""
+        return [[*self.heads, *self.columns], *self.cells(runs)]
+
+    def cells(self, runs: Runs) -> list[list[str]]:
         """Return the text of all rows. Raises ValueError if a row has no run and is not optional."""
         if self.same_seeds:
             runs = with_same_seeds(runs, self.algorithms)
@@ -411,7 +416,7 @@ class Table:
         return made
 
 
-def cell_of(column: str | dict, rows: Rows, some: list[dict], runs: list[dict]) -> str:
+def cell_of(column: str | dict, rows: Rows, some: Runs, runs: Runs) -> str:
     """Return a cell. `some` are the row's runs; a column of another world selects its own from all runs."""
     if isinstance(column, str):
         column = {"metric": column}
@@ -445,7 +450,7 @@ PAGE_TABLES = {name: table_of(about) for name, about in DATA["page"].items()}
 CSV_TABLES = {name: table_of(about) for name, about in DATA["csv"].items()}
 
 
-def ranking(runs: list[dict], about: dict) -> str:
+def ranking(runs: Runs, about: dict) -> str:
     """Rank the algorithms that have runs from each checkpoint. Each cell is the median over the seeds."""
     worlds = WORLDS[about["worlds"]]
     ranked = []
@@ -470,23 +475,22 @@ def ranking(runs: list[dict], about: dict) -> str:
     return table(heads, *(cells for _, cells in sorted(ranked)))
 
 
-def tables(runs: list[dict]) -> dict[str, str]:
+def tables(runs: Runs) -> dict[str, str]:
     """Return all tables of the pages as {name: Markdown}."""
     made = {}
     for name, one in PAGE_TABLES.items():
-        made[name] = table([*one.heads, *one.columns], *one.cells(runs))
+        made[name] = table(*one.lines(runs))
     for name, about in DATA["ranking"].items():
         made[name] = ranking(runs, about)
     return made
 
 
-def csv_files(runs: list[dict]) -> dict[str, str]:
+def csv_files(runs: Runs) -> dict[str, str]:
     """Return {name in docs/evidence: CSV text} for the tables that are too large for a page."""
     made = {}
     for name, one in CSV_TABLES.items():
         file = io.StringIO()
-        rows = [[*one.heads, *one.columns], *one.cells(runs)]
-        csv.writer(file, lineterminator="\n").writerows(rows)
+        csv.writer(file, lineterminator="\n").writerows(one.lines(runs))
         made[f"{name}.csv"] = file.getvalue()
     return made
 
@@ -536,7 +540,7 @@ def band(axis, curves: list[list[float]], colour: str, label: str) -> None:
     axis.fill_between(steps, smoothed.min(0), smoothed.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
-def plot(axes, about: dict, runs: list[dict]) -> None:
+def plot(axes, about: dict, runs: Runs) -> None:
     """Plot rollout metrics of the algorithms, as an entry of tables.toml describes the panels."""
     for axis, (metric, worlds, title) in zip(axes, about["panels"]):
         for name, label in TITLES[about["titles"]].items():
@@ -545,7 +549,7 @@ def plot(axes, about: dict, runs: list[dict]) -> None:
         axis.set_title(title, size=about["title_size"])
 
 
-def draw_weak_start(runs: list[dict]) -> None:
+def draw_weak_start(runs: Runs) -> None:
     """Plot three fractions of all samples, and mark when FAPO begins to discourage flawed positives."""
     figure, axes = panels(9.5, 4.2, 1, 2, sharey=True)
     for axis, (name, title) in zip(axes, TITLES["weak_start"].items()):
@@ -560,7 +564,7 @@ def draw_weak_start(runs: list[dict]) -> None:
     save(figure, "weak_start.png")
 
 
-def draw_judges(runs: list[dict]) -> None:
+def draw_judges(runs: Runs) -> None:
     """Plot the final metrics against the judge's recall. Recall 0 means outcome reward only."""
     served = {}
     for name, judge in {"fapo_first_judge": "first_judge", "fapo_judge": "trained_judge"}.items():
@@ -578,7 +582,7 @@ def draw_judges(runs: list[dict]) -> None:
     save(figure, "judges.png")
 
 
-def draw_variants(runs: list[dict]) -> None:
+def draw_variants(runs: Runs) -> None:
     """Plot the median and range of each variant's flawed-positive rate, from checkpoint 0 and its twin."""
     figure, (axis,) = panels(10, 6.4, 1, 1)
     for world, (label, colour, marker, shift) in DATA["twins"].items():
@@ -600,7 +604,7 @@ def draw_variants(runs: list[dict]) -> None:
     save(figure, "variants.png", ylim=None)
 
 
-def draw_shop(runs: list[dict]) -> None:
+def draw_shop(runs: Runs) -> None:
     """Plot the training curves of both rewards, and the final metrics for each cost of a look-up."""
     figure, axes = panels(11, 7.4, 2, 2)
     figure.suptitle("A tool that costs 0.03 per call: nine runs, smoothed over 5 steps")
@@ -619,7 +623,7 @@ def draw_shop(runs: list[dict]) -> None:
     save(figure, "shop.png", ylim=None)
 
 
-def draw(runs: list[dict]) -> None:
+def draw(runs: Runs) -> None:
     for name, about in DATA["curves"].items():
         figure, axes = panels(*about["size"], sharey=about["sharey"])
         plot(axes, about, runs)
