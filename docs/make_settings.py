@@ -55,28 +55,23 @@ def default_of(field) -> str:
     return f"`{value}`"
 
 
-def choices_of(hint) -> str:
-    """Return the allowed values of a setting, or "" if its type does not list them."""
-    found = re.search(r"Literal\[(.*?)\]|$", repr(hint))[1] or ""
-    return found.replace("'", "`")
-
-
 def table(config: type, fields: list) -> str:
     texts, hints = command_line.help_texts(config), typing.get_type_hints(config, include_extras=True)
     rows = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for field in fields:
-        if "Suppress" in repr(hints[field.name]):  # This field is not a command-line flag.
+        hint = hints[field.name]
+        if "Suppress" in repr(hint):  # This field is not a command-line flag.
             continue
         name = f"--{field.name.replace('_', '-')}"
-        for about in getattr(hints[field.name], "__metadata__", ()):
+        for about in getattr(hint, "__metadata__", ()):
             if getattr(about, "aliases", None):  # --help shows both flags.
                 name += f"`, `--{about.name}"
-        if "Positional" in repr(hints[field.name]):
+        if "Positional" in repr(hint):
             name = field.name.upper()
         meaning = texts[field.name].replace("|", "\\|")
-        choices = choices_of(hints[field.name])
+        choices = re.search(r"Literal\[(.*?)\]", repr(hint))
         if choices:
-            meaning = f"{meaning} ({choices})"
+            meaning += f" ({choices[1]})".replace("'", "`")
         rows.append(f"| `{name}` | {default_of(field)} | {meaning} |")
     return "\n".join(rows)
 
