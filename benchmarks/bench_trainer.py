@@ -85,18 +85,18 @@ def with_advantages(samples: list[Sample], rewards: list[float]) -> list[list[Sa
     return groups_of(samples, GROUP)
 
 
-def run_ours(job: dict) -> dict:
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    policy = our_policy(job["model"], len(job["prompts"]))
-    prompts = tokenizer.apply_chat_template(job["prompts"], add_generation_prompt=True, return_dict=False)
-    steps = []
-    for step in range(1 + job["steps"]):
-        samples = [Sample({}, prompt) for prompt in prompts for _ in range(GROUP)]
+def run_ours(model, prompts, length, steps, **_) -> dict:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = our_policy(model, len(prompts))
+    ids_of_prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+    timed = []
+    for step in range(1 + steps):
+        samples = [Sample({}, ids) for ids in ids_of_prompts for _ in range(GROUP)]
         begun = time.perf_counter()
         rollout_hf(
             policy.model,
             samples,
-            max_response_length=job["length"],
+            max_response_length=length,
             temperature=1.0,
             eos_ids={NEVER},
             seed=step,
@@ -109,23 +109,24 @@ def run_ours(job: dict) -> dict:
         policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
         times = zip(PARTS, (generated - begun, end - generated, end - begun))
-        steps.append(dict(times) | {"tokens": sum(len(sample.response_ids) for sample in samples)})
-    return {"steps": steps[1:]}  # The first step is a warm-up.
+        timed.append(dict(times) | {"tokens": sum(map(len, responses))})
+    return {"steps": timed[1:]}  # The first step is a warm-up.
 
 
-def run_trl(job: dict) -> dict:
+def run_trl(**job) -> dict:
     """Return the timed steps, and the samples and figures of the first step, which is not timed."""
+    from trl import GRPOTrainer
+
     from trl_side import new_trainer, set_end_tokens
 
     first, steps, now = {}, [], {}
 
-    class Watch:
+    class Watched(GRPOTrainer):
         def _generate(self, *arguments):
             begun = time.perf_counter()
             result = super()._generate(*arguments)
             now.update(generation=time.perf_counter() - begun, tokens=sum(map(len, result[1])))
-            first.setdefault("prompts", result[0])
-            first.setdefault("responses", result[1])
+            first.setdefault("tokens", result[:2])
             return result
 
         def _compute_loss(self, *arguments):
@@ -155,7 +156,7 @@ def run_trl(job: dict) -> dict:
     job |= {"samples": GROUP * len(job["prompts"]), "group": GROUP, "lr": 1e-6, "warmup": 1, "seed": 42}
     job["steps"] += 1  # The first step is not timed.
     rows = {"prompt": job["prompts"] * job["steps"]}
-    trainer = new_trainer(job, reward, rows, Clock(), Watch)
+    trainer = new_trainer(job, reward, rows, Clock(), Watched)
     # At a ratio of 1, the loss is about -mean(advantage x length), which is 0 if all lengths are equal. In
     # the first step, every sixteenth token of the vocabulary therefore ends a completion.
     set_end_tokens(trainer, list(range(0, len(trainer.processing_class), 16)))
@@ -163,14 +164,13 @@ def run_trl(job: dict) -> dict:
     return {"steps": steps, "first": first}
 
 
-def run_check(job: dict) -> dict:
+def run_check(model, first, **_) -> dict:
     """Return our loss and gradient norm on the samples of TRL's first step."""
-    first = job["first"]
     samples = []
-    for prompt, response in zip(first["prompts"], first["responses"]):
+    for prompt, response in zip(*first["tokens"]):
         # Only a metric needs the sampler's log-probabilities.
         samples.append(Sample({}, prompt, response, [0.0] * len(response)))
-    policy = our_policy(job["model"], len(samples) // GROUP)
+    policy = our_policy(model, len(samples) // GROUP)
     metrics = policy.update(with_advantages(samples, first["rewards"]), lr=1e-6)
     return {"loss": metrics["actor/loss"], "gradient norm": metrics["actor/grad_norm"]}
 
@@ -179,7 +179,7 @@ def work(path: Path) -> None:
     job = json.loads(path.read_text())
     torch.manual_seed(0)
     run = {"ours": run_ours, "trl": run_trl, "check": run_check}[job["kind"]]
-    path.write_text(json.dumps(run(job)))
+    path.write_text(json.dumps(run(**job)))
 
 
 def in_child(job: dict) -> dict:
@@ -239,7 +239,7 @@ def compare(title: str, job: dict, num_rounds: int, with_trl: bool) -> bool:
 
 def check_loss(title: str, job: dict, first: dict) -> bool:
     ours = in_child(job | {"kind": "check", "first": first})
-    lengths = [len(response) for response in first["responses"]]
+    lengths = [len(response) for response in first["tokens"][1]]
     span = f"{min(lengths)} to {max(lengths)}"
     print(f"\nLoss on the same {len(lengths)} samples of {span} tokens with the same weights:\n")
     apart = {name: abs(value - first[name]) / max(abs(first[name]), 1e-12) for name, value in ours.items()}
@@ -276,8 +276,7 @@ def compare_models(config: Config) -> bool:
 def main() -> None:
     transformers_logging.disable_progress_bar()
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
-        work(Path(sys.argv[2]))
-        return
+        return work(Path(sys.argv[2]))
     config = tyro.cli(Config)
     print(machine())
     with one_line_errors():

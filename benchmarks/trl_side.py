@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
+def new_trainer(job: dict, reward, rows: dict[str, list], callback, kind=None):
     """Return a GRPOTrainer, for float32 on the CPU by default, whose `train` has not been called.
 
     Args:
@@ -19,7 +19,7 @@ def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
         reward: A reward function of TRL.
         rows: The columns of the training data, in the order of the steps.
         callback: A TrainerCallback.
-        watch: A class whose methods replace those of GRPOTrainer, and may call them with super().
+        kind: A subclass of GRPOTrainer to use instead of it.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -52,8 +52,7 @@ def new_trainer(job: dict, reward, rows: dict[str, list], callback, watch=None):
     # TRL's own warm-up begins at 0, and its weight decay excludes norms. Ours does neither.
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], weight_decay=0.1, fused=True)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / job["warmup"]))
-    kind = type("Watched", (watch, GRPOTrainer), {}) if watch else GRPOTrainer
-    return kind(
+    return (kind or GRPOTrainer)(
         model,
         reward,
         args,
