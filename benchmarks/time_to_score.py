@@ -38,6 +38,7 @@ from run_folder import write_lines
 
 WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
 TURN = 10.0  # duration of a turn in seconds
+Turns = list[tuple[float, float]]  # the start and end of each turn of a side
 
 
 @dataclass
@@ -101,7 +102,7 @@ def run_ours(job: dict, events) -> None:
         log_step(run, metrics)
 
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
-    (source, *_) = {row["data_source"] for row in read_rows(folder / "val.jsonl")}
+    source = read_rows(folder / "val.jsonl")[0]["data_source"]
     sys.argv = ["grpo_trainer.py", "--model", job["model"], "--reward-fn", job["reward_fn"]]
     for flag, name in {"--train-file": "train.jsonl", "--val-file": "val.jsonl", "--out-dir": "run"}.items():
         sys.argv += [flag, str(folder / name)]
@@ -154,8 +155,7 @@ def run_trl(job: dict, events) -> None:
         # In training mode, gradient checkpointing would prevent a key-value cache. Each step calls train().
         model.eval()
         output = model.generate(**prompts, do_sample=False, max_new_tokens=job["length"])
-        responses = output[:, prompts["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
         right = [result_of(row, text)["acc"] for row, text in zip(val_rows, texts)]
         log_event(events, "evaluation", score=statistics.fmean(right))
 
@@ -179,8 +179,8 @@ def run_trl(job: dict, events) -> None:
 # ---- both sides: turns, and curves over the running time of a side
 
 
-def take_turns(runs: dict[str, subprocess.Popen]) -> dict[str, list[tuple[float, float]]]:
-    """Let one process run at a time, until all have ended. Returns the start and end of each one's turns."""
+def take_turns(runs: dict[str, subprocess.Popen]) -> dict[str, Turns]:
+    """Let one process run at a time, until all have ended. Returns the turns of each."""
     turns = {side: [] for side in runs}
     for run in runs.values():
         run.send_signal(signal.SIGSTOP)
@@ -195,12 +195,12 @@ def take_turns(runs: dict[str, subprocess.Popen]) -> dict[str, list[tuple[float,
     return turns
 
 
-def own_seconds(turns: list[tuple[float, float]], moment: float) -> float:
+def own_seconds(turns: Turns, moment: float) -> float:
     """Return for how many seconds a process with these turns had run by this moment."""
     return sum(max(0.0, min(end, moment) - begin) for begin, end in turns)
 
 
-def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
+def curve_of(events: list[dict], turns: Turns) -> dict:
     """Return scores and ends of steps, timed without evaluations and the turns of other sides."""
     paused = paused_cpu = 0.0
     points = []
@@ -208,15 +208,15 @@ def curve_of(events: list[dict], turns: list[tuple[float, float]]) -> dict:
     rewards = []
     spread = []
     for event in events:
-        own, cpu = own_seconds(turns, event["at"]), event["cpu"]
-        if event["kind"] == "rewards":
+        own, cpu, kind = own_seconds(turns, event["at"]), event["cpu"], event["kind"]
+        if kind == "rewards":
             rewards.append(event["reward"])
             spread.append(event["spread"])
-        elif event["kind"] == "step":
+        elif kind == "step":
             step_ends.append([own - paused, cpu - paused_cpu])
-        elif event["kind"] == "evaluation begins":
+        elif kind == "evaluation begins":
             begun, begun_cpu = own, cpu
-        elif event["kind"] == "evaluation":
+        elif kind == "evaluation":
             times = {"seconds": begun - paused, "cpu": begun_cpu - paused_cpu}
             points.append({"step": len(step_ends), "score": event["score"]} | times)
             paused += own - begun
@@ -240,8 +240,9 @@ def compare(config: Config, seed: int) -> list[dict]:
             job = asdict(config) | {"seed": seed, "side": side, "folder": name}
             commands[side] = [sys.executable, __file__, "--worker", json.dumps(job, default=str)]
         # By default, a waiting thread spins, which would count as CPU time.
-        threads = dict(OMP_NUM_THREADS=str(config.threads), OMP_WAIT_POLICY="passive")
-        with started(commands, folder, **threads) as runs:
+        with started(
+            commands, folder, OMP_NUM_THREADS=str(config.threads), OMP_WAIT_POLICY="passive"
+        ) as runs:
             turns = take_turns(runs)
         curves = []
         for side, run in runs.items():
