@@ -86,13 +86,17 @@ class Config:
 # ---- models and samples for the checks
 
 
+def toy_problems(count: int) -> list[toy_world.Problem]:
+    rng = random.Random(0)
+    return [toy_world.random_problem(rng, toy_world.REMAINDER) for _ in range(count)]
+
+
 def make_models(work: Path, device=GPU):
     """Write the models `tiny` and `model` and rows for training to the directory `work`."""
-    config, rng, tokenizer = json.loads((work / "config.json").read_text()), random.Random(0), toy_tokenizer()
+    config, tokenizer = json.loads((work / "config.json").read_text()), toy_tokenizer()
     write_model(warm_start.new_model(len(tokenizer), seed=0), tokenizer, work / "tiny")
     rows = []
-    for index in range(32):
-        problem = toy_world.random_problem(rng, toy_world.REMAINDER)
+    for index, problem in enumerate(toy_problems(32)):
         rows.append(toy_world.policy_row(problem, "toy", "train", index))
     write_table(work / "train.parquet", rows)
     if config["model"] or config["size"] == "small":
@@ -131,8 +135,8 @@ def plan_update(model: Path, device, length: int, tokens: int, **settings) -> tu
 
 def samples_of(work: Path, prompts: int) -> list[policy.Sample]:
     """Return eight empty samples for each prompt, which is a problem of the toy world."""
-    tokenizer, rng = AutoTokenizer.from_pretrained(work / "model"), random.Random(0)
-    texts = [str(toy_world.random_problem(rng, toy_world.REMAINDER)) for _ in range(prompts)]
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    texts = map(str, toy_problems(prompts))
     return [policy.Sample({}, tokenizer.encode(text)) for text in texts for _ in range(8)]
 
 
@@ -205,13 +209,12 @@ def check_precision(work: Path, device=GPU, length=256):
     learner = load(work, device, tis_cap=2.0)  # With this cap, the loss depends on the log-probabilities.
     samples, rng = samples_of(work, 4), random.Random(0)
     for index, sample in enumerate(samples):  # Make prompts of different lengths.
-        sample.prompt_ids = sample.prompt_ids * (1 + index // 8)
+        sample.prompt_ids *= 1 + index // 8
     roll_out(learner, samples, length)
     for sample in samples:
         keep = rng.randint(length // 4, length)
         sample.advantage = rng.gauss(1, 1)  # With a mean of 0, the loss would be about 0.
-        sample.response_ids = sample.response_ids[:keep]
-        sample.rollout_logprobs = sample.rollout_logprobs[:keep]
+        del sample.response_ids[keep:], sample.rollout_logprobs[keep:]
 
     def update():
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
