@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -57,22 +58,22 @@ class Config:
 # ---- load ----------------------------------------------------------------------------------------
 
 
+@dataclass
 class Client(asyncio.Protocol):
     """A connection that sends the same request again as soon as the response is complete.
 
     The client is minimal, because the load should need little CPU: responses must have a Content-Length.
     """
 
-    def __init__(self, data, latencies, bad):
-        self.data = data
-        self.latencies = latencies
-        self.bad = bad
-        self.buffer = b""
-        self.stopped = False
-        self.ended = asyncio.get_running_loop().create_future()
+    data: bytes
+    latencies: list[float]
+    bad: list[bytes]
+    buffer: bytes = b""
+    stopped: bool = False
 
     def connection_made(self, transport):
         self.transport = transport
+        self.ended = asyncio.get_running_loop().create_future()
         self.send()
 
     def send(self):
@@ -109,17 +110,17 @@ async def load(port: int, seconds: float) -> tuple[int, list[float]]:
     loop = asyncio.get_running_loop()
     begun = time.perf_counter()
     for _ in range(CONNECTIONS):
-        client = Client(data, latencies, bad)
-        await loop.create_connection(lambda: client, "127.0.0.1", port)
+        _, client = await loop.create_connection(partial(Client, data, latencies, bad), "127.0.0.1", port)
         clients.append(client)
     await asyncio.sleep(seconds)
     for client in clients:
         client.stopped = True
     await asyncio.wait([client.ended for client in clients], timeout=10)
-    rate = len(latencies) / (time.perf_counter() - begun)
+    count = len(latencies)
+    rate = count / (time.perf_counter() - begun)
     latencies.sort()
-    p50, p99 = (1000 * latencies[int(len(latencies) * part)] for part in (0.5, 0.99))
-    return len(latencies), [rate, p50, p99, len(bad)]
+    p50, p99 = (1000 * latencies[int(count * part)] for part in (0.5, 0.99))
+    return count, [rate, p50, p99, len(bad)]
 
 
 # ---- what is measured ----------------------------------------------------------------------------
