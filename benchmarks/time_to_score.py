@@ -195,11 +195,6 @@ def take_turns(runs: dict[str, subprocess.Popen]) -> dict[str, Turns]:
     return turns
 
 
-def own_seconds(turns: Turns, moment: float) -> float:
-    """Return for how many seconds a process with these turns had run by this moment."""
-    return sum(max(0.0, min(end, moment) - begin) for begin, end in turns)
-
-
 def curve_of(events: list[dict], turns: Turns) -> dict:
     """Return scores and ends of steps, timed without evaluations and the turns of other sides."""
     paused = paused_cpu = 0.0
@@ -208,7 +203,9 @@ def curve_of(events: list[dict], turns: Turns) -> dict:
     rewards = []
     spread = []
     for event in events:
-        own, cpu, kind = own_seconds(turns, event["at"]), event["cpu"], event["kind"]
+        # The seconds that this side had run by the time of the event.
+        own = sum(max(0.0, min(end, event["at"]) - begin) for begin, end in turns)
+        cpu, kind = event["cpu"], event["kind"]
         if kind == "rewards":
             rewards.append(event["reward"])
             spread.append(event["spread"])
