@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recipes.gcd_steps import fapo_result  # noqa: E402
+from recipes.gcd_steps import fapo_result, read_run  # noqa: E402
 from recipes.gym_tasks import is_held_out  # noqa: E402
 
 MOVES = ("left", "down", "right", "up")  # gymnasium's actions 0 to 3
@@ -168,15 +168,11 @@ def report(folders: tuple[Path, ...], path: Path) -> None:
     columns are means over the training samples of the last ten steps. In the line of step 0, they describe
     the first step, whose samples come from the initial policy.
     """
-    from toy.report import read_metrics  # imports torch; workers do not need this
-
     names = ("reached", "fully correct", "training: reached", "training: flawed positives")
     table = [["penalty", "seed", "step", *names]]
     for folder in folders:
-        config = json.loads((folder / "config.json").read_bytes())
+        config, lines, steps = read_run(folder)
         penalty = json.loads(config["reward_kwargs"])["penalty"]
-        lines = read_metrics(folder, flag="--report")
-        steps = [line for line in lines if "reward/acc" in line]
         for line in lines:
             if "val/frozen_lake/mean@1" not in line:
                 continue

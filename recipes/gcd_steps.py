@@ -103,20 +103,25 @@ TRAINING = ("acc", "flawed_positive_rate")
 STEPS = 10  # The report averages the training samples of this many steps.
 
 
+def read_run(run: Path) -> tuple:
+    """Return a run's settings, the lines of its metrics.jsonl, and those of its training steps."""
+    from toy.report import read_metrics  # imports torch; workers do not need this
+
+    config = json.loads((run / "config.json").read_bytes())
+    metrics = read_metrics(run, flag="--report")
+    return config, metrics, [line for line in metrics if "reward/acc" in line]
+
+
 def report(folders: tuple[Path, ...]) -> list[dict]:
     """Return metrics before and after each run in the output directories of recipes/public_flaws.sh.
 
     The `train/...` values are means over the samples of the first or last ten steps. All other values are
     from held-out problems.
     """
-    from toy.report import read_metrics  # imports torch; workers do not need this
-
     rows = []
     for folder in folders:
         for reward in ("outcome", "fapo"):
-            config = json.loads((folder / reward / "config.json").read_bytes())
-            metrics = read_metrics(folder / reward, flag="--report")
-            steps = [line for line in metrics if "reward/acc" in line]
+            config, metrics, steps = read_run(folder / reward)
             for line, some in ((metrics[0], steps[:STEPS]), (metrics[-1], steps[-STEPS:])):
                 row = {
                     "policy": Path(config["model"]).name,
