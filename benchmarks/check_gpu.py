@@ -147,19 +147,12 @@ def roll_out(learner, samples, length: int):
     return samples
 
 
-def logprobs_of(learner, samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the trainer's and the sampler's log-probabilities of all response tokens."""
-    trained, sampled = [], []
-    for sample, logprobs in learner.logprobs_of(samples):
-        trained.append(logprobs.cpu())
-        sampled += sample.rollout_logprobs
-    return torch.cat(trained), torch.tensor(sampled)
-
-
 def difference(learner, samples) -> float:
     """Return the mean absolute difference between sampler and trainer (rollout/logprob_diff)."""
-    trained, sampled = logprobs_of(learner, samples)
-    return (trained - sampled).abs().mean().item()
+    apart = []
+    for sample, logprobs in learner.logprobs_of(samples):
+        apart.append(logprobs.cpu() - torch.tensor(sample.rollout_logprobs))
+    return torch.cat(apart).abs().mean().item()
 
 
 def agreement(work: Path, learner, fill):
@@ -219,7 +212,8 @@ def check_precision(work: Path, device=GPU, length=256):
     def update():
         metrics, _, _, above = measure(device, lambda: learner.update(groups_of(samples), lr=0.0))
         gradient = parameters_to_vector(one.grad for one in learner.model.parameters())
-        return metrics, above, gradient, logprobs_of(learner, samples)[0]
+        logprobs = torch.cat([logprobs for _, logprobs in learner.logprobs_of(samples)])
+        return metrics, above, gradient, logprobs.cpu()
 
     update()  # This update creates the optimizer's state.
     plain, above, gradient, logprobs = update()
