@@ -138,10 +138,10 @@ def run_trl(job: dict, events) -> None:
             extra_info=row["extra_info"],
         )
 
-    def reward(completions, row, **_):
+    def reward(completions, number, **_):
         scores = []
-        for completion, text in zip(completions, row):
-            scores.append(result_of(json.loads(text), completion[0]["content"])["score"])
+        for completion, one in zip(completions, number):
+            scores.append(result_of(rows[one], completion[0]["content"])["score"])
         spread = statistics.fmean(len(set(group)) > 1 for group in groups_of(scores, job["group"]))
         log_event(events, "rewards", reward=statistics.fmean(scores), spread=spread)
         return scores
@@ -169,7 +169,7 @@ def run_trl(job: dict, events) -> None:
                 evaluate()
 
     rows = read_rows(folder / "drawn.jsonl")
-    columns = {"prompt": [row["prompt"] for row in rows], "row": [json.dumps(row) for row in rows]}
+    columns = {"prompt": [row["prompt"] for row in rows], "number": list(range(len(rows)))}
     job |= {"samples": job["prompts"] * job["group"], "warmup": WARMUP_STEPS}
     job["checkpointing"] = job["side"] == "trl"
     trainer = new_trainer(job, reward, columns, Watch())
