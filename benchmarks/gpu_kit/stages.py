@@ -241,16 +241,26 @@ def run_trl(folder: str, steps: str, length: str, device: str) -> None:
 
         def on_log(self, args, state, control, logs, **_):
             if "completions/mean_length" in logs:
-                mean = logs["completions/mean_length"]
-                values = {"step": state.global_step, "time/step": self.seconds, "response_length/mean": mean}
+                values = {"step": state.global_step, "time/step": self.seconds}
+                values["response_length/mean"] = logs["completions/mean_length"]
                 print(json.dumps(values), file=lines)
 
     def reward(completions, **_):
         return [len(completion[0]["content"]) % 7 / 6 for completion in completions]
 
-    job = dict(model=f"{folder}/model", folder=f"{folder}/trl", seed=0)
-    job |= dict(steps=int(steps), samples=64, group=8, length=int(length), lr=1e-6, warmup=1)
-    job |= dict(checkpointing=False, options=dict(logging_strategy="steps", logging_steps=1))
+    job = dict(
+        model=f"{folder}/model",
+        folder=f"{folder}/trl",
+        steps=int(steps),
+        samples=64,
+        group=8,
+        length=int(length),
+        lr=1e-6,
+        warmup=1,
+        checkpointing=False,
+        seed=0,
+        options=dict(logging_strategy="steps", logging_steps=1),
+    )
     if device == "cuda":
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", WORLD_SIZE="1")  # for vLLM in TRL
         job["options"] |= dict(
