@@ -22,7 +22,9 @@ PEAK = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA A100": 312e12,
 }  # dense bf16; the script measures the peak of other GPUs
-SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
+SHAPES = {  # the values of NAMES
     "tiny": (64, 128, 2, 4, 2, 512, True),
     "0.6b": (1024, 3072, 28, 16, 8, 151936, True),  # Qwen3-0.6B
     "1b": (2048, 6144, 16, 16, 2, 151936, True),
@@ -32,18 +34,10 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
 
 def new_model(size: str, device):
     """Return a model with random weights, in the shape of a Qwen2 or Qwen3."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[size]
-    kind = "qwen3" if size == "0.6b" else "qwen2"
     shape = AutoConfig.for_model(
-        kind,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        "qwen3" if size == "0.6b" else "qwen2",
+        **dict(zip(NAMES, SHAPES[size])),
         max_position_embeddings=32768,
-        tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
