@@ -208,8 +208,7 @@ def of(runs: Runs, algorithm: str, *worlds: str) -> Runs:
     worlds = worlds or STANDARD
     found = runs_of(runs, algorithm, *worlds)
     if not found:
-        where = " or ".join(worlds)
-        raise ValueError(f"no finished run of {algorithm} in {where}; run make evidence first")
+        raise ValueError(f"no finished run of {algorithm} in {' or '.join(worlds)}; run make evidence first")
     return found
 
 
@@ -614,8 +613,7 @@ def draw_shop(runs: Runs) -> None:
     for name, label in TITLES["tools_compared"].items():
         values = []
         for cost, end in DATA["costs"].items():
-            some = of(compared, name + end, *SHOP)
-            found = [run["after"]["shop/truly_correct/mean@1"] for run in some]
+            found = [run["after"]["shop/truly_correct/mean@1"] for run in of(compared, name + end, *SHOP)]
             ends.scatter([cost] * len(found), found, color=COLOURS[name], s=22)
             values.append(median(found))
         ends.plot([*DATA["costs"]], values, color=COLOURS[name], label=label)
