@@ -34,7 +34,7 @@ MOST_MOVES = 12  # The shortest path to the opposite corner has six moves on nea
 SEEDS = 2000  # The number of seeds for rows. Many of them have the same board.
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def board_of(seed: int) -> list[str]:
     """Return the lines of a random board on which G can be reached."""
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
@@ -90,7 +90,7 @@ async def play(trajectory, prompt, extra_info):
         trajectory.reply(look(game, square), role="user")
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def distances(seed: int) -> list[float]:
     """Return how many moves each square is from G, from gymnasium's own table of transitions."""
     far = [math.inf] * 15 + [0]
