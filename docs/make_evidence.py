@@ -54,7 +54,7 @@ COLOURS = defaultdict(lambda: "#009E73", DATA["colours"])
 STANDARD, COMPARED, OWN, SHOP = map(WORLDS.get, ("standard", "compared", "own", "shop"))
 OWN_JUDGES = ("first_judge", "trained_judge")
 CLASSIFIED = ("classifier", "flagged")  # the algorithms of recipes/toy_disrm.sh
-KNOWN = {*OWN_JUDGES, *(name for titles in TITLES.values() for name in titles)}  # algorithms of the tables
+KNOWN = set(OWN_JUDGES).union(*TITLES.values())  # algorithms of the tables
 CURVES = ("acc", "oracle_flawed_positive_rate", "truly_correct", "calls", "flawed_positive_rate", "lambda")
 
 
