@@ -117,9 +117,8 @@ def rule_and_variety(data_source, solution_strs, ground_truth, extra_info, *, pe
         counts.update(mine)
     results = []
     for text, mine in zip(solution_strs, runs_of):
-        shared = [run for run in mine if counts[run] > 1]
         result = fapo.compute_score(data_source, text, ground_truth)
-        result["repeated"] = len(shared) / len(mine)
+        result["repeated"] = sum(counts[run] > 1 for run in mine) / len(mine)
         result["score"] -= penalty * result["repeated"]
         results.append(result)
     return results
