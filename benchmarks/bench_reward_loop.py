@@ -20,6 +20,7 @@ import contextlib
 import re
 import sys
 import time
+import timeit
 from dataclasses import dataclass
 
 REPEATS = 3  # number of batches per table row; the best one counts
@@ -88,7 +89,7 @@ def judge():
 # ---- measurements
 
 
-def make_samples(count: int) -> list[dict]:
+def make_samples(count: int):
     """Return rows like GSM8K's, with responses of about 1,000 characters."""
     text = "She sells 16 - 3 - 4 = 9 eggs a day, and so she makes 9 * 2 = 18 dollars every day. " * 12
     return [
@@ -146,11 +147,9 @@ def measure_speed(reward_fn: str, options: dict, workers: int, counts) -> None:
         statuses = {result["status"] for result in manager.score_batch(samples)}  # warms up as well
         assert statuses == {"ok"}, statuses
         members, everything = our_processes()
-        cpu, times = cpu_seconds(everything), []
-        for _ in range(REPEATS):
-            begun = time.monotonic()
-            manager.score_batch(samples)
-            times.append(time.monotonic() - begun)
+        cpu = cpu_seconds(everything)
+        # By default, timeit turns off garbage collection.
+        times = timeit.repeat(lambda: manager.score_batch(samples), "gc.enable()", repeat=REPEATS, number=1)
         cpu = (cpu_seconds(everything) - cpu) / REPEATS / count * 1000
         memory = sum(process.memory_info().rss for process in members) / 1e6
         begun = time.monotonic()
