@@ -79,14 +79,12 @@ def main() -> None:
     held_out = {row["extra_info"]["question"] for row in chosen[: config.held_out]}
     rows = {"train": [], "test": []}
     for row in chosen:
-        if row["extra_info"]["question"] not in held_out:
-            split = "train"
-        elif len(rows["test"]) < config.held_out:
+        split = "train"
+        if row["extra_info"]["question"] in held_out:
             split = "test"
-        else:
-            continue
         row["extra_info"] |= {"split": split, "index": len(rows[split])}
         rows[split].append(row)
+    del rows["test"][config.held_out :]
     if not rows["train"]:
         flawed, sound = len(found[True]), len(found[False])
         sys.exit(f"error: --runs: too few solutions ({flawed} flawed, {sound} sound); pass more runs")
