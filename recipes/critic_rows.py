@@ -86,8 +86,10 @@ def main() -> None:
         rows[split].append(row)
     del rows["test"][config.held_out :]
     if not rows["train"]:
-        flawed, sound = len(found[True]), len(found[False])
-        sys.exit(f"error: --runs: too few solutions ({flawed} flawed, {sound} sound); pass more runs")
+        sys.exit(
+            f"error: --runs: too few solutions ({len(found[True])} flawed, {len(found[False])} sound); "
+            "pass more runs"
+        )
     config.out_dir.mkdir(parents=True, exist_ok=True)
     for split, some in rows.items():
         write_table(config.out_dir / f"fapo_critic_{split}.parquet", some)
