@@ -74,31 +74,32 @@ def rows_of(path: Path, suffix: str) -> list[dict]:
     return rows
 
 
-def log_event(events, kind: str, **values) -> None:
-    """Write an event with its time as a line of JSON to the file `events`, which the parent process reads."""
+def log_event(job: dict, kind: str, **values) -> None:
+    """Append an event with its time as a line of JSON to the side's file, which the parent process reads."""
     line = {"kind": kind, "at": time.monotonic(), "cpu": time.process_time()} | values
-    print(json.dumps(line), file=events, flush=True)
+    with open(Path(job["folder"], f"{job['side']}.jsonl"), "a") as file:
+        print(json.dumps(line), file=file)
 
 
 # ---- our side: the command line of the trainer, in a process that also notes when steps end
 
 
-def run_ours(job: dict, events) -> None:
+def run_ours(job: dict) -> None:
     import grpo_trainer
 
     evaluate, log_step = grpo_trainer.evaluate, grpo_trainer.Run.log_step
     folder = Path(job["folder"])
 
     def timed_evaluate(run):
-        log_event(events, "evaluation begins")
+        log_event(job, "evaluation begins")
         evaluate(run)
         line = read_rows(folder / "run/metrics.jsonl")[-1]
-        log_event(events, "evaluation", score=line[f"val/{source}/mean@1"])
+        log_event(job, "evaluation", score=line[f"val/{source}/mean@1"])
 
     def timed_log_step(run, metrics):
         spread = metrics["reward/groups_with_spread"]
-        log_event(events, "rewards", reward=metrics["reward/mean"], spread=spread)
-        log_event(events, "step")
+        log_event(job, "rewards", reward=metrics["reward/mean"], spread=spread)
+        log_event(job, "step")
         log_step(run, metrics)
 
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
@@ -116,7 +117,7 @@ def run_ours(job: dict, events) -> None:
 # ---- TRL's side
 
 
-def run_trl(job: dict, events) -> None:
+def run_trl(job: dict) -> None:
     sys.path.insert(0, os.path.expanduser(job["trl"]))
     import torch
     from transformers import TrainerCallback
@@ -143,12 +144,12 @@ def run_trl(job: dict, events) -> None:
         for completion, one in zip(completions, number):
             scores.append(result_of(rows[one], completion[0]["content"])["score"])
         spread = statistics.fmean(len(set(group)) > 1 for group in groups_of(scores, job["group"]))
-        log_event(events, "rewards", reward=statistics.fmean(scores), spread=spread)
+        log_event(job, "rewards", reward=statistics.fmean(scores), spread=spread)
         return scores
 
     @torch.no_grad()
     def evaluate() -> None:
-        log_event(events, "evaluation begins")
+        log_event(job, "evaluation begins")
         model, tokenizer = trainer.model, trainer.processing_class
         options = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         prompts = tokenizer.apply_chat_template([row["prompt"] for row in val_rows], **options)
@@ -157,14 +158,14 @@ def run_trl(job: dict, events) -> None:
         output = model.generate(**prompts, do_sample=False, max_new_tokens=job["length"])
         texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
         right = [result_of(row, text)["acc"] for row, text in zip(val_rows, texts)]
-        log_event(events, "evaluation", score=statistics.fmean(right))
+        log_event(job, "evaluation", score=statistics.fmean(right))
 
     class Watch(TrainerCallback):
         def on_train_begin(self, *_, **__):
             evaluate()
 
         def on_step_end(self, args, state, control, **_):
-            log_event(events, "step")
+            log_event(job, "step")
             if state.global_step % job["val_every"] == 0:
                 evaluate()
 
@@ -285,8 +286,7 @@ def table(curves: list[dict], threshold: float) -> str:
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
         job = json.loads(sys.argv[2])
-        events = open(Path(job["folder"], f"{job['side']}.jsonl"), "a")
-        return {"ours": run_ours}.get(job["side"], run_trl)(job, events)
+        return {"ours": run_ours}.get(job["side"], run_trl)(job)
     config = tyro.cli(Config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Otherwise a stopped side would be left behind.
     curves = []
