@@ -299,20 +299,23 @@ class Trajectory:
         self._is_closed = True
         sample = self._sample
         sample.truncated = self._is_full
-        if not call.done():
+        if call.done():
+            kind = "error"
+            message = self._failure_of(call)
+        else:
+            kind = "timeout"
             place, is_lock = place_of(call, self._runner.file)
-            message = (
-                f"the function took more than {self._runner.timeout:g} s, excluding waits for the "
-                f"policy, and stood at {place}; "
-            )
             remedy = "raise --rollout-timeout, or speed up the tools"
             if is_lock:
                 remedy = "it waited for a lock; do not hold a lock around generate()"
-            self._fail("timeout", message + remedy)
-            return
-        failure = self._failure_of(call)
-        if failure:
-            self._fail("error", failure)
+            message = (
+                f"the function took more than {self._runner.timeout:g} s, excluding waits for the "
+                f"policy, and stood at {place}; {remedy}"
+            )
+        if message:
+            sample.failure = kind
+            info = {"error": f"--rollout-fn: {message}"}
+            sample.result = {"reward_score": None, "reward_extra_info": info, "status": kind}
 
     def _failure_of(self, call: asyncio.Task) -> str:
         """Return why a finished call has failed, or an empty string if it has not."""
@@ -323,10 +326,9 @@ class Trajectory:
             error = error.split(NoRoom)[1]
         if error is not None and not isinstance(error, NoRoom):
             return error_line(error, self._runner.file)
-        has_written = any(self._sample.loss_mask)
-        if self._is_full and not has_written:
-            return "the function used all tokens before the policy wrote any; raise --max-response-length"
-        if not has_written:
+        if not any(self._sample.loss_mask):
+            if self._is_full:
+                return "the function used all tokens before the policy wrote any; raise --max-response-length"
             return "the function ended before the policy wrote anything; await trajectory.generate()"
         if not isinstance(self.info, dict):
             return f"trajectory.info is a {type(self.info).__name__}; it must be a dict"
@@ -338,11 +340,6 @@ class Trajectory:
                 "only numbers, strings, lists and dicts in trajectory.info"
             )
         return ""
-
-    def _fail(self, kind, message):
-        info = {"error": f"--rollout-fn: {message}"}
-        self._sample.failure = kind
-        self._sample.result = {"reward_score": None, "reward_extra_info": info, "status": kind}
 
 
 def first_stop(text: str, stop) -> str | None:
