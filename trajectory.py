@@ -43,9 +43,8 @@ from policy import Sample
 from reward_worker import error_line
 from rollout import open_session, request_completion, rollout_hf, sampling_parameters
 
+# With reward models, Rollouts.offer_models offers their addresses as well.
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
-# These arguments are offered only if there is a reward model.
-ADDRESSES = {"reward_router_address", "reward_router_addresses"}
 TICK_S = 0.1  # Timeouts are checked at this interval. A blocked event loop counts as at most two ticks.
 BLOCKED_S = 2.0  # The trainer prints a message if the event loop is blocked for longer than this.
 STALLED_S = 5.0  # The trainer prints a message if only waits for locks keep a round from starting for longer.
@@ -369,7 +368,7 @@ def report(loop, context):
         loop.default_exception_handler(context)
 
 
-def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
+def names_taken(function, settings: dict, offered: set[str]) -> set[str]:
     """Return which of the offered arguments, apart from `trajectory`, a rollout function takes.
 
     Raises:
@@ -383,9 +382,6 @@ def names_taken(function, settings: dict, with_addresses: bool) -> set[str]:
             "with `await asyncio.to_thread(tool, ...)`"
         )
     signature = inspect.signature(function)
-    offered = OFFERED
-    if with_addresses:
-        offered = OFFERED | ADDRESSES
     taken = offered & signature.parameters.keys() - settings.keys() | {"trajectory"}
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
@@ -495,7 +491,7 @@ class Rollouts:
         self.models = {}
         if addresses:
             self.offer_models(addresses)
-        self.names = names_taken(function, self.settings, bool(addresses))
+        self.names = names_taken(function, self.settings, OFFERED | self.models.keys())
         code = getattr(inspect.unwrap(function), "__code__", None)
         self.file = code.co_filename if code else ""
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
