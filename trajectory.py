@@ -34,7 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 
@@ -613,12 +613,8 @@ class Rollouts:
         Every second text is the content of a message, in which special and added tokens become plain text.
         """
         text = "".join(texts)
-        contents = []  # The places where they start and end.
-        place = 0
-        for number, part in enumerate(texts):
-            if number % 2:
-                contents.append((place, place + len(part)))
-            place += len(part)
+        bounds = accumulate(map(len, texts), initial=0)
+        contents = list(pairwise(bounds))[1::2]  # The places where they start and end.
         cuts = [0]
         match = self.added.search(text)
         while match:
@@ -630,7 +626,7 @@ class Rollouts:
                     break
             match = self.added.search(text, after)
         ids = []
-        for first, last in zip(cuts, [*cuts[1:], len(text)]):
+        for first, last in pairwise([*cuts, len(text)]):
             ids += self.encode_after(context, text[first:last])
             context = "\n"  # The next part continues a text.
         return ids
