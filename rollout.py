@@ -260,12 +260,18 @@ def rollout_vllm(
             rollouts.add_done_callback(lambda rollouts: rollouts.exception())
             while not rollouts.done():
                 await asyncio.wait({rollouts}, timeout=1.0)
-                servers.check()
-                if stop.is_set():
-                    raise RuntimeError("interrupted during rollouts")
+                check_running(servers, stop)
             rollouts.result()
 
     asyncio.run(roll_out_all())
+
+
+def check_running(servers, stop: threading.Event) -> None:
+    """Raise RuntimeError if the servers can no longer respond, or if another thread has set `stop`."""
+    if servers:
+        servers.check()
+    if stop.is_set():
+        raise RuntimeError("interrupted during rollouts")
 
 
 def sampling_parameters(temperature, top_p, eos_ids) -> dict:

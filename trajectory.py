@@ -41,7 +41,7 @@ from random import Random
 from causal_lm import added_tokens
 from policy import Sample
 from reward_worker import error_line
-from rollout import open_session, request_completion, rollout_hf, sampling_parameters
+from rollout import check_running, open_session, request_completion, rollout_hf, sampling_parameters
 
 # With reward models, Rollouts.offer_models offers their addresses as well.
 OFFERED = {"trajectory", "prompt", "ground_truth", "extra_info", "data_source", "step"}
@@ -759,15 +759,8 @@ class Rollouts:
         wave.arrange(groups, seed, step)
         ending = asyncio.run_coroutine_threadsafe(wave.run(), self.loop)
         ending.add_done_callback(lambda _: wave.events.put(("end", None)))
-
-        def check():
-            if servers:
-                servers.check()
-            if stop.is_set():
-                raise RuntimeError("interrupted during rollouts")
-
         try:
-            for number, turns in enumerate(rounds(wave.events, check, on_finished)):
+            for number, turns in enumerate(rounds(wave.events, servers, stop, on_finished)):
                 round_seed = seed  # The first round samples like a run without --rollout-fn.
                 if number:
                     round_seed = Random(f"{seed}/round {number}").getrandbits(32)
@@ -935,19 +928,17 @@ class Wave:
             self.waiting = {}
 
 
-def rounds(events: queue.SimpleQueue, check: Callable, on_finished: Callable):
+def rounds(events: queue.SimpleQueue, servers, stop: threading.Event, on_finished: Callable):
     """Yield the turns of each round that this process has to sample, until all rollouts have ended.
 
     Args:
         events: The events of a Wave.
-        check: Called about once a second. An exception that it raises ends the rollouts.
+        servers: The PolicyServers, or None. They and `stop` are checked at each event, or once a second.
+        stop: An event that ends the rollouts with a RuntimeError.
         on_finished: Called with each sample that has ended.
     """
-    checked = time.monotonic()
     while True:
-        if time.monotonic() - checked >= 1.0:
-            checked = time.monotonic()
-            check()
+        check_running(servers, stop)
         try:
             kind, value = events.get(timeout=1.0)
         except queue.Empty:
