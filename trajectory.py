@@ -70,8 +70,8 @@ class TurnRequest:
     place: int  # The index of the trajectory in its wave.
     ids: list[int]  # All tokens so far, including the prompt.
     limit: int  # The maximum number of tokens that the policy may add.
-    stop: tuple[str, ...]
-    stop_ids: tuple[int, ...]
+    stop: list[str]
+    stop_ids: dict[int, str]  # The special tokens at which the turn stops, and their texts.
     session: str
     answer: asyncio.Future | None = None  # Its result is a pair: token ids and log-probabilities.
 
@@ -148,7 +148,7 @@ class Trajectory:
             self._end()
         self._pause()
         try:
-            turn = TurnRequest(self._place, self.ids, limit, texts, tuple(marks), self._session)
+            turn = TurnRequest(self._place, self.ids, limit, texts, marks, self._session)
             ids, logprobs = await self._wave.ask(turn)
         finally:
             self._working_since = time.monotonic()
@@ -589,7 +589,7 @@ class Rollouts:
                     "`await asyncio.to_thread(tool, ...)`"
                 )
 
-    def split_stops(self, stop) -> tuple[tuple[str, ...], dict[int, str]]:
+    def split_stops(self, stop) -> tuple[list[str], dict[int, str]]:
         """Split stop texts into those that decoded text shows, and special tokens as {token id: text}."""
         texts = []
         marks = {}
@@ -605,7 +605,7 @@ class Rollouts:
                 )
             else:
                 texts.append(word)
-        return tuple(texts), marks
+        return texts, marks
 
     def encode(self, *texts: str, context: str = "\n") -> list[int]:
         """Encode these texts as one text that follows `context`, which is a token or a line break.
@@ -900,9 +900,8 @@ class Wave:
     async def ask_servers(self, session, turn: TurnRequest):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
         if turn.stop:
-            request["stop"] = list(turn.stop)
-        if turn.stop_ids:
-            request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
+            request["stop"] = turn.stop
+        request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
         headers = {"X-Session-Id": turn.session}
         # In a task of the group, a failure of the servers ends the run even if the function catches it.
         task = self.tasks.create_task(request_completion(session, self.servers, request, headers))
@@ -960,19 +959,17 @@ def deliver(turns, results):
 def sample_round(model, turns: list[TurnRequest], decode, **options) -> list[tuple[list[int], list[float]]]:
     """Sample one turn for each of these requests in this process. Returns token ids and log-probabilities."""
     samples = []
-    turn_of = {}
     for turn in turns:
-        sample = Sample({}, turn.ids)
-        samples.append(sample)
-        turn_of[id(sample)] = turn
+        samples.append(Sample({}, turn.ids))
+    turn_of = dict(zip(map(id, samples), turns))
 
     def is_done(sample):
         turn = turn_of[id(sample)]
         if len(sample.response_ids) >= turn.limit or sample.response_ids[-1] in turn.stop_ids:
             return True
-        longest = max((len(word.encode()) for word in turn.stop), default=0)
-        if not longest:
+        if not turn.stop:
             return False
+        longest = max(len(word.encode()) for word in turn.stop)
         tail = decode(sample.response_ids[-longest - 8 :])  # Several tokens may form one character.
         return any(word in tail for word in turn.stop)
 
