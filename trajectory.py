@@ -82,9 +82,9 @@ class Trajectory:
     The policy's message is open at the start, and after each reply. The policy ends it with an end token.
     """
 
-    def __init__(self, sample: Sample, place: int, number: int, seed: int, wave: "Wave"):
+    def __init__(self, sample: Sample, place: int, number: int, wave: "Wave"):
         self.number = number  # The sample's index in its group.
-        self.seed = seed  # The whole group shares this seed, so that environments reset to the same state.
+        self.seed = sample.seed  # The group shares it, so that environments reset to the same state.
         self.info = {}  # Your own data, which the reward function gets in extra_info.
         self.stopped: str | None = None  # The stop text that ended the policy's last turn.
         self._sample = sample
@@ -800,7 +800,7 @@ class Wave:
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
                 sample.seed = group_seed
-                trajectory = Trajectory(sample, len(self.calls), number, group_seed, self)
+                trajectory = Trajectory(sample, len(self.calls), number, self)
                 row = sample.row
                 given = self.runner.models | {
                     "prompt": row["prompt"],
