@@ -419,7 +419,7 @@ class Call(Future):
     def cancel(self):
         """Cancel the call. If it is running, another thread takes the place of its thread, which may hang."""
         is_cancelled = super().cancel()
-        if not is_cancelled and self.running() and not self.is_abandoned:
+        if self.running() and not self.is_abandoned:
             self.is_abandoned = True
             self.threads.start_one()
         return is_cancelled
@@ -579,9 +579,8 @@ class Rollouts:
             while frame and frame.f_code.co_filename not in (self.file, __file__):
                 frame = frame.f_back
             # If the innermost of these frames is this file's, the function is in `await generate()`.
-            if not frame or frame.f_code.co_filename != self.file:
-                continue
-            if frame.f_lineno not in printed:
+            blocks = frame and frame.f_code.co_filename == self.file
+            if blocks and frame.f_lineno not in printed:
                 printed.add(frame.f_lineno)
                 line = f"{self.file}:{frame.f_lineno} ({frame.f_code.co_name})"
                 print(
@@ -649,7 +648,8 @@ class Rollouts:
         if follows_prompt:  # Its last message has ended.
             start = QUESTION
             ended = self.written_after(start, [], opens=False)
-        framed = self.written_after(start, [(role, CONTENT) for role, _ in replies])
+        marked = [(role, CONTENT) for role, _ in replies]
+        framed = self.written_after(start, marked)
         frames = framed.removeprefix(ended).split(CONTENT)
         role, content = replies[-1]
         if len(frames) != len(replies) + 1:
@@ -659,7 +659,7 @@ class Rollouts:
             )
         texts = [frames[0]]
         for number, (role, content) in enumerate(replies):
-            given = [(role, CONTENT) for role, _ in replies]
+            given = list(marked)
             given[number] = role, content
             whole = self.written_after(start, given).removeprefix(ended)
             before = CONTENT.join(frames[: number + 1])
@@ -888,14 +888,14 @@ class Wave:
                 if not is_lock:
                     return
                 places[place] += 1
-        told = set(places) - self.runner.printed
-        self.runner.printed |= told
-        for place in told:
-            print(
-                f"--rollout-fn: with --rollout hf, turns begin once all functions await generate(), but "
-                f"{places[place]} wait for a lock at {place} while {len(self.waiting)} await generate(); "
-                "do not hold a lock or semaphore around generate()"
-            )
+        for place, count in places.items():
+            if place not in self.runner.printed:
+                self.runner.printed.add(place)
+                print(
+                    "--rollout-fn: with --rollout hf, turns begin once all functions await generate(), "
+                    f"but {count} wait for a lock at {place} while {len(self.waiting)} await generate(); "
+                    "do not hold a lock or semaphore around generate()"
+                )
 
     async def ask_servers(self, session, turn: TurnRequest):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
