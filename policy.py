@@ -499,12 +499,16 @@ def mini_batches(groups: list[list[Sample]], options) -> list[MiniBatch]:
     If no sample has a gradient, the only mini-batch is one group that serves to check the sampler.
     """
     batches = []
-    at_zero = has_gradient_at_zero(options)
+    # Whether samples with advantage 0 have a gradient.
+    at_zero = has_gradient_at_zero(options) or options.entropy_coef or options.kl_coef
     for samples in split_mini_batches(groups, options.mini_batch_size):
-        with_gradient = [sample for sample in samples if has_gradient(sample, options, at_zero)]
+        scored = [sample for sample in samples if sample.advantage is not None]
+        with_gradient = [sample for sample in scored if at_zero or any(advantages_of(sample))]
         if with_gradient:
-            num_own = [sum(sample.own_tokens) for sample in samples if sample.advantage is not None]
-            batches.append(MiniBatch(with_gradient, sum(num_own), len(num_own)))
+            num_tokens = 0
+            for sample in scored:
+                num_tokens += sum(sample.own_tokens)
+            batches.append(MiniBatch(with_gradient, num_tokens, len(scored)))
     return batches or [MiniBatch(groups[0])]
 
 
@@ -516,15 +520,6 @@ def split_mini_batches(groups: list[list[Sample]], mini_batch_size: int) -> list
     count = math.ceil(len(groups) / mini_batch_size)
     bounds = [len(groups) * number // count for number in range(count + 1)]
     return [list(chain(*groups[start:end])) for start, end in pairwise(bounds)]
-
-
-def has_gradient(sample: Sample, options, at_zero: bool) -> bool:
-    """Return whether this sample's loss can have a gradient. `at_zero` is has_gradient_at_zero(options)."""
-    if sample.advantage is None:
-        return False
-    if options.entropy_coef or options.kl_coef:
-        return True
-    return at_zero or any(advantages_of(sample))
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
