@@ -50,6 +50,15 @@ from causal_lm import (
 
 # Tokens per forward and backward pass, including padding, if --max-tokens-per-micro-batch is 0.
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16384}
+# The metrics that are means over tokens, and the sums that are divided by the number of tokens.
+MEANS = {
+    "actor/clip_fraction": "clipped_tokens",
+    "actor/approx_kl": "approx_kl_sum",
+    "actor/kl_to_reference": "reference_kl_sum",
+    "rollout/tis_mean": "tis_sum",
+    "rollout/tis_capped": "tis_capped_tokens",
+    "rollout/is_mean": "ratio_sum",
+}
 LAYER = re.compile(r"(.*?\.\d+\.)?")  # Weight names start with the layer, such as model.layers.3.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # It is not needed here.
 
@@ -378,18 +387,12 @@ class Policy:
         num_tokens = sums["loss_tokens"]
         metrics["actor/loss"] = sums["loss_sum"] / len(norms)
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        if "clipped_tokens" in sums:  # Some losses do not clip.
-            metrics["actor/clip_fraction"] = sums["clipped_tokens"] / num_tokens
-        metrics["actor/approx_kl"] = sums["approx_kl_sum"] / num_tokens
-        if self.reference is not None:
-            metrics["actor/kl_to_reference"] = sums["reference_kl_sum"] / num_tokens
-        if self.config.tis_cap is not None:
-            metrics["rollout/tis_mean"] = sums["tis_sum"] / num_tokens
-            metrics["rollout/tis_capped"] = sums["tis_capped_tokens"] / num_tokens
+        for name, name_of_sum in MEANS.items():
+            if name_of_sum in sums:  # Some losses do not clip, and the other sums depend on options.
+                metrics[name] = sums[name_of_sum] / num_tokens
         if self.config.sampler_logprobs:
-            ratio = sums["ratio_sum"] / num_tokens
-            metrics["rollout/is_mean"] = ratio
-            metrics["rollout/is_effective"] = ratio**2 / (sums["squared_ratio_sum"] / num_tokens)
+            mean_square = sums["squared_ratio_sum"] / num_tokens
+            metrics["rollout/is_effective"] = metrics["rollout/is_mean"] ** 2 / mean_square
         return metrics
 
     @torch.no_grad()
