@@ -686,7 +686,7 @@ def count_adapters(model) -> str:
 
 @contextlib.contextmanager
 def without_adapters(model):
-    """Turn off the model's adapters inside this context.
+    """Turn off the adapters of the model, if it has any, inside this context.
 
     The adapters are scaled by 0. peft's own switch would also freeze them, which FSDP does not support.
     """

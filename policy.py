@@ -288,10 +288,7 @@ class Policy:
         if not (self.samples_itself or self.config.sampler_logprobs):
             sums = self.compare_with_sampler(samples_of(batches[1:]))
         if self.reference is not None:
-            reference = contextlib.nullcontext()
-            if self.has_adapters:
-                reference = without_adapters(self.model)
-            with reference:
+            with without_adapters(self.reference):
                 for sample, logprobs in self.logprobs_of(samples_of(batches), self.reference):
                     sample.reference_logprobs = logprobs
         return sums
