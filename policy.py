@@ -550,11 +550,11 @@ def advantages_of(sample: Sample) -> list[float]:
 
 def entropy_of(groups: list[list[Sample]]) -> float:
     """Estimate the policy's entropy in nats per token: the mean of -logprob over all sampled tokens."""
-    samples = list(chain(*groups))
-    num_tokens = sum(sum(sample.own_tokens) for sample in samples)
     total = 0.0
-    for sample in samples:
+    num_tokens = 0
+    for sample in chain(*groups):
         total += sum(compress(sample.rollout_logprobs, sample.own_tokens))
+        num_tokens += sum(sample.own_tokens)
     return -total / num_tokens
 
 
