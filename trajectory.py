@@ -917,8 +917,7 @@ class Wave:
         try:
             return await turn.answer
         finally:
-            if self.waiting.get(turn.place) is turn:  # The function has stopped waiting for this turn.
-                del self.waiting[turn.place]
+            self.waiting.pop(turn.place, None)  # The function may have stopped waiting for this turn.
 
     def begin_round(self):
         """Start a round once all unfinished trajectories are waiting. Turns are in the samples' order."""
