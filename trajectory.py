@@ -493,7 +493,7 @@ class Rollouts:
             self.offer_models(addresses)
         self.names = names_taken(function, self.settings, OFFERED | self.models.keys())
         code = getattr(inspect.unwrap(function), "__code__", None)
-        self.file = code.co_filename if code else ""
+        self.file = getattr(code, "co_filename", "")
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         tokens = tokenizer.added_tokens_decoder
         self.special = {token.content: id for id, token in tokens.items() if token.special}
@@ -700,10 +700,12 @@ class Rollouts:
         The policy may have written another end token than the template, as in "<|eom_id|>" for "<|eot_id|>".
         """
         ends = [end]
-        last = self.added.match(self.written_after(ANSWER, [], opens=False).lstrip())
-        if last:  # Earlier messages may end differently from the last one, but then as the reply does.
-            following = self.added.match(texts[-1].lstrip())
-            ends += [last[0], following[0] if following else last[0]]
+        # Earlier messages may end differently from the last one, but then as the reply does.
+        for after in (self.written_after(ANSWER, [], opens=False), texts[-1]):
+            match = self.added.match(after.lstrip())
+            if not match:
+                break
+            ends.append(match[0])
         rest = texts[0].lstrip()
         for end in ends:
             if end and rest.startswith(end):
