@@ -594,17 +594,17 @@ def packs(weights, folder: "WeightFolder | None" = None):
     for number, tensors in enumerate(portions(weights)):
         # Larger elements come first, because each tensor must be aligned to the size of its elements.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-        header = header_of(tensors)
-        size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+        header = torch.frombuffer(header_of(tensors), dtype=torch.uint8)
+        parts = [header, *tensors.values()]
+        size = sum(part.nbytes for part in parts)
         if folder:
             buffer = folder.map_file(number, size)
         elif len(buffer) < size:
             buffer = torch.empty(size, dtype=torch.uint8)
-        start = len(header)
-        buffer[:start] = torch.frombuffer(header, dtype=torch.uint8)
-        for tensor in tensors.values():
-            end = start + tensor.nbytes
-            buffer[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start = 0
+        for part in parts:
+            end = start + part.nbytes
+            buffer[start:end].view(part.dtype).view(part.shape).copy_(part)
             start = end
         yield buffer.numpy()[:size]
 
