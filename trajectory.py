@@ -96,7 +96,6 @@ class Trajectory:
         self._expired: asyncio.Future | None = None  # Done when no seconds are left.
         # None means that the function is waiting for the policy, or that the trajectory has ended.
         self._working_since: float | None = None
-        self._is_full = False
         self._is_closed = False  # After that, tasks that the function left running can add nothing.
         self._end_id: int | None = None  # The end token of the policy's message; None while it is open.
         self._replies: list[tuple[str, str]] = []  # Roles and contents of replies that nothing has followed.
@@ -140,7 +139,7 @@ class Trajectory:
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"generate: max_tokens must be a positive int; got {max_tokens!r}")
         texts, marks = self._runner.split_stops(stop)
-        if self._is_full or self._is_closed or self.ended:
+        if self._sample.truncated or self._is_closed or self.ended:
             await asyncio.sleep(TICK_S)  # A loop that catches every error must not block the others.
         self._check_message("generate")
         limit = min(max_tokens or self.room, self.room)
@@ -261,7 +260,7 @@ class Trajectory:
                 "generate, observe, reply and insert cannot be called in another thread; "
                 "return the tool's result to the rollout function"
             )
-        if self._is_full:
+        if self._sample.truncated:
             raise NoRoom
         if self._is_closed:
             raise Closed(
@@ -283,7 +282,7 @@ class Trajectory:
             )
 
     def _end(self):
-        self._is_full = True
+        self._sample.truncated = True
         raise NoRoom
 
     def _pause(self):
@@ -297,7 +296,6 @@ class Trajectory:
         self._pause()
         self._is_closed = True
         sample = self._sample
-        sample.truncated = self._is_full
         if call.done():
             kind = "error"
             message = self._failure_of(call)
@@ -326,7 +324,7 @@ class Trajectory:
         if error is not None and not isinstance(error, NoRoom):
             return error_line(error, self._runner.file)
         if not any(self._sample.loss_mask):
-            if self._is_full:
+            if self._sample.truncated:
                 return "the function used all tokens before the policy wrote any; raise --max-response-length"
             return "the function ended before the policy wrote anything; await trajectory.generate()"
         if not isinstance(self.info, dict):
