@@ -792,7 +792,7 @@ class Wave:
     stalled_s: float = 0.0  # Seconds since the last change of `waiting`.
     unfinished: int = 0
     tasks: asyncio.TaskGroup | None = None
-    ask: Callable | None = None  # Samples a TurnRequest: returns token ids and log-probabilities.
+    session: object | None = None  # The HTTP session with the servers.
 
     def arrange(self, groups, seed, step):
         """Create a trajectory for each sample, and the arguments of its call."""
@@ -817,12 +817,10 @@ class Wave:
     async def run(self):
         """Call the function for all samples. Raises RuntimeError if the policy's servers fail."""
         session = contextlib.nullcontext()
-        self.ask = self.ask_in_rounds
         if self.servers:
             session = open_session(self.servers, self.rollout_batch_size)
-            self.ask = partial(self.ask_servers, session)
         try:
-            async with session, asyncio.TaskGroup() as self.tasks:
+            async with session as self.session, asyncio.TaskGroup() as self.tasks:
                 calls = [self.tasks.create_task(self.one(*call)) for call in self.calls.items()]
                 clock = self.tasks.create_task(self.count_seconds())
                 await asyncio.wait(calls)
@@ -897,19 +895,22 @@ class Wave:
                     "do not hold a lock or semaphore around generate()"
                 )
 
-    async def ask_servers(self, session, turn: TurnRequest):
+    async def ask_servers(self, turn: TurnRequest):
         request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
         if turn.stop:
             request["stop"] = turn.stop
         request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
         headers = {"X-Session-Id": turn.session}
         # In a task of the group, a failure of the servers ends the run even if the function catches it.
-        task = self.tasks.create_task(request_completion(session, self.servers, request, headers))
+        task = self.tasks.create_task(request_completion(self.session, self.servers, request, headers))
         self.requests[turn.place] = task
         choice = await task
         return choice.token_ids, choice.logprobs.token_logprobs
 
-    async def ask_in_rounds(self, turn: TurnRequest):
+    async def ask(self, turn: TurnRequest):
+        """Sample a turn on the servers, or in the next round. Returns token ids and log-probabilities."""
+        if self.servers:
+            return await self.ask_servers(turn)
         turn.answer = asyncio.get_running_loop().create_future()
         self.waiting[turn.place] = turn
         self.stalled_s = 0.0
