@@ -344,7 +344,9 @@ class Policy:
                 if is_first_update:
                     found |= logprob_difference(old[mask], rollout[mask])
                 if config.sampler_logprobs:
-                    found |= ratio_sums(logprobs.detach()[mask] - rollout[mask])
+                    log_ratio = logprobs.detach()[mask] - rollout[mask]
+                    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+                    found |= {"ratio_sum": ratio.sum(), "squared_ratio_sum": ratio.square().sum()}
                 if config.entropy_coef:
                     loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
                 if self.reference is not None:
@@ -562,12 +564,6 @@ def logprob_difference(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -
     """Return the sums over tokens that rollout/logprob_diff is computed from."""
     apart = (logprobs - rollout_logprobs).abs().sum()
     return {"difference_sum": apart, "compared_tokens": torch.tensor(logprobs.numel())}
-
-
-def ratio_sums(log_ratio: torch.Tensor) -> dict:
-    """Return the sums over tokens that the metrics of --sampler-logprobs are computed from."""
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    return {"ratio_sum": ratio.sum(), "squared_ratio_sum": ratio.square().sum()}
 
 
 def add_sums(sums: Counter, found: dict) -> None:
