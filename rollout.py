@@ -409,8 +409,8 @@ class PolicyServers:
         self.contents = path, model_files(info, tokenizer)  # arguments of a WeightFolder
         # Log-probabilities must include the temperature, and the model's default top_k must not apply.
         fixed = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
-        given = [arg.replace("_", "-") for arg in config.vllm_args]  # vLLM accepts both spellings of a flag.
-        has_sums = not any(arg.startswith(EXTENSION[0]) for arg in given)
+        # vLLM accepts both spellings of a flag.
+        has_sums = not any(arg.replace("_", "-").startswith(EXTENSION[0]) for arg in config.vllm_args)
         if policy.config.trust_remote_code:
             fixed += ("--trust-remote-code",)
         if has_sums:
