@@ -105,8 +105,11 @@ class Config:
             refuse_gpu_build("--rollout hf or " if self.flag_prefix == "rollout-" else "")
 
 
-def resolve_config(config: Config) -> Config:
-    """Check the settings and resolve those that depend on this machine: keys, paths and the device."""
+def resolve_config(config: Config, follow_links: bool = False) -> Config:
+    """Check the settings and resolve those that depend on this machine: keys, paths and the device.
+
+    With `follow_links`, a link to the model that is changed later does not change the model.
+    """
     import router
 
     config.check()
@@ -123,14 +126,11 @@ def resolve_config(config: Config) -> Config:
     path = Path(config.model).expanduser()
     if path.exists():
         config.model = str(path.absolute())  # with its links, which may point elsewhere on other nodes
+        if follow_links:
+            config.model = os.path.realpath(path)
     if config.device == "auto":
         config.device = choose_device()
     return config
-
-
-def without_links(model: str) -> str:
-    """Follow the links of a path once, so that a link that is changed later does not change the model."""
-    return os.path.realpath(model) if os.path.exists(model) else model
 
 
 def choose_device() -> str:
@@ -280,7 +280,7 @@ class ModelServers:
         before_starting=lambda slot: None,
         before_joining=lambda slot: None,
     ):
-        self.config = config = resolve_config(config)
+        self.config = config = resolve_config(config, follow_links=not servers)
         self.before_starting = before_starting
         self.before_joining = before_joining
         label = f"[{name}] " if name else ""
@@ -293,7 +293,6 @@ class ModelServers:
         self.model_files = {}  # host -> the result of model_state at the first start there
         n = config.num_servers
         if not servers:
-            config.model = without_links(config.model)
             servers = [VllmServer(config, i, i, n, gpus_of_server(config, i)) for i in range(n)]
         self.slots = []
         for i, server in enumerate(servers):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genrm_server import Config, ModelServers, VllmServer, resolve_config, without_links
+from genrm_server import Config, ModelServers, VllmServer, resolve_config
 
 # Each process reserves less than one CPU in Ray, so that a laptop has room for all of them.
 RANK_CPUS = 0.25
@@ -262,9 +262,7 @@ class RewardModelManager:
             config = with_device(config)
             if has_several_nodes and config.host in ("127.0.0.1", "0.0.0.0"):
                 config = replace(config, host=ray.util.get_node_ip_address())
-            config = resolve_config(config)
-            if not has_several_nodes:
-                config.model = without_links(config.model)
+            config = resolve_config(config, follow_links=not has_several_nodes)
             configs[name] = replace(config, log_dir=config.log_dir / name)
             specs[name] = server_spec(config)
         try:
