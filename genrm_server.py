@@ -387,11 +387,13 @@ class ModelServers:
                     if status and not slot.ready and not self.call_server(slot, "listens"):
                         status = 0
                     silent = time.monotonic() - answered
-                    if slot is self.router and status:
-                        self.find_hanging(text)
                     if slot.hangs:
                         return "hangs: its engine answers no requests (see the router's log)"
-                    if status == 200 or slot is self.router and status:  # 503: the router has no servers
+                    if slot is self.router and status:  # 503: the router has no servers
+                        self.find_hanging(text)
+                        answered = time.monotonic()
+                        slot.ready = True
+                    elif status == 200:
                         answered = time.monotonic()
                         self.join(slot, answered - started)
                         if not slot.ready and answered - started > self.config.startup_timeout:
@@ -423,9 +425,7 @@ class ModelServers:
     def join(self, slot: ServerSlot, seconds: float) -> None:
         """Add a healthy server to the router if necessary. If this fails, the next check tries again."""
         router_start = self.router.restarts + 1
-        if slot is self.router:
-            slot.ready = True
-        if slot is self.router or slot.joined == router_start:  # A restarted router knows no servers.
+        if slot.joined == router_start:  # A restarted router knows no servers.
             return
         with self.lock:
             if not slot.joined:
