@@ -438,16 +438,17 @@ class ModelServers:
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
             status, text = request("POST", url, {"url": slot.url}, self.config.server_key, JOIN_TIMEOUT)
-            rejection = f"status {status}: {text:.200}" if status not in (0, 200) else ""
-            if rejection and rejection != slot.rejection:
-                say(f"{self.router.name} rejected {slot.name} ({rejection})")
-            if status:
-                slot.rejection = rejection
             if status == 200:
                 if not slot.ready:
                     say(f"{slot.name} ready at {slot.url} after {seconds:.0f} s (log: {slot.log})")
                 slot.ready = True
                 slot.joined = router_start
+                slot.rejection = ""
+            elif status:
+                rejection = f"status {status}: {text:.200}"
+                if rejection != slot.rejection:
+                    say(f"{self.router.name} rejected {slot.name} ({rejection})")
+                slot.rejection = rejection
 
     def compare_model(self, slot: ServerSlot) -> None:
         """Raise OtherModel if the files of the model differ from those of the first servers.
