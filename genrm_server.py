@@ -552,18 +552,17 @@ class ModelServers:
             calls = {slot: pool.submit(self.post_control, slot, path, body) for slot in joined}
         answers = {}
         for slot, call in calls.items():
-            error = call.exception()
-            if not error:
+            try:
                 answers[slot] = call.result()
-                continue
-            healthy = request("GET", slot.url + "/health")[0] == 200
-            if healthy and slot.joined:
-                raise error
-            say(f"{error}; restarting the server")
-            if slot.joined:  # Otherwise its thread has noticed the death and restarts the server.
-                with contextlib.suppress(Exception):  # The actor may have died as well.
-                    self.call_server(slot, "stop")
-                self.leave(slot)
+            except RuntimeError as error:
+                healthy = request("GET", slot.url + "/health")[0] == 200
+                if healthy and slot.joined:
+                    raise
+                say(f"{error}; restarting the server")
+                if slot.joined:  # Otherwise its thread has noticed the death and restarts the server.
+                    with contextlib.suppress(Exception):  # The actor may have died as well.
+                        self.call_server(slot, "stop")
+                    self.leave(slot)
         self.check()
         return answers
 
