@@ -608,9 +608,9 @@ class Process:
     cores in `cores` (empty: all cores).
     """
 
-    def __init__(self, log: Path, command: list[str], env: dict[str, str], url: str = "", cores=()):
+    def __init__(self, log: Path, command: list, env: dict[str, str], url: str = "", cores=()):
         self.log = log
-        self.command = command
+        self.command = list(map(str, command))
         self.url = url
         self.cores = ",".join(cores)
         # FOLDER has guard() and vLLM's middleware. It comes first because a user may have another router.py.
@@ -728,11 +728,11 @@ class RouterProcess(Process):
         except OSError as error:
             address = f"--host {config.host} --port {config.port}"
             raise OSError(f"{address}: cannot open this port ({error}); pass another --port") from None
-        port = str(self.reserved.getsockname()[1])
+        port = self.reserved.getsockname()[1]
         self.address = router.address_of(config.host, port)
         router.warn_if_open(config.host, config.api_key, say)
         command = [sys.executable, router.__file__, "--host", config.host, "--port", port]
-        command += ["--policy", config.policy, "--queue-timeout", str(config.queue_timeout)]
+        command += ["--policy", config.policy, "--queue-timeout", config.queue_timeout]
         command += config.router_args.split()
         env = dict(os.environ, ROUTER_API_KEY=config.api_key, ROUTER_SERVER_KEY=config.server_key)
         super().__init__(config.log_dir / "router.log", command, env, f"http://{self.address}")
@@ -761,19 +761,11 @@ class VllmServer(Process):
         command += ["--middleware", "router.SglangGenerate", "--middleware", "genrm_server.KeyGuard"]
         # Otherwise, the model's own limit applies to requests without max_tokens.
         command += ["--override-generation-config", '{"max_new_tokens": null}']
-        flags = {
-            "--model": self.model,
-            "--host": self.host,
-            "--port": port,
-            "--served-model-name": config.served_model_name,
-            "--tensor-parallel-size": config.tensor_parallel_size,
-            "--seed": config.seed + index,
-        }
-        for flag, value in flags.items():
-            command += [flag, str(value)]
-        env = dict(os.environ)
-        env["VLLM_NO_USAGE_STATS"] = "1"
-        env["VLLM_API_KEY"] = config.server_key
+        command += ["--model", self.model, "--host", self.host, "--port", port]
+        command += ["--served-model-name", config.served_model_name]
+        command += ["--tensor-parallel-size", config.tensor_parallel_size]
+        command += ["--seed", config.seed + index]
+        env = dict(os.environ, VLLM_NO_USAGE_STATS="1", VLLM_API_KEY=config.server_key)
         if os.path.exists(config.model):
             env["HF_HUB_OFFLINE"] = "1"
         if config.control or config.sleep_mode:
@@ -797,11 +789,11 @@ class VllmServer(Process):
             if config.sleep_mode:
                 command.append("--enable-sleep-mode")
             if config.gpu_share < 1:
-                command += ["--gpu-memory-utilization", str(config.gpu_share)]
+                command += ["--gpu-memory-utilization", config.gpu_share]
         if config.task == "classify":
             command += ["--runner", "pooling"]
         if config.max_model_len:
-            command += ["--max-model-len", str(config.max_model_len)]
+            command += ["--max-model-len", config.max_model_len]
         command += config.vllm_args
         log = config.log_dir / f"server_{index}.log"
         super().__init__(log, command, env, f"http://{router.address_of(self.host, port)}", all_cores)
