@@ -286,7 +286,7 @@ class Router:
         self.unanswered = defaultdict(int)  # (worker, path) -> number of such requests since then
         self.models = ()  # the models that each server has to list, which are those of the first one to join
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
-        self.time_limits = defaultdict(set)  # worker -> the asyncio.timeout of each of its running requests
+        self.time_limits = {}  # the asyncio.timeout of each running request -> its worker
         self.waiting = 0
         self.warnings = set()  # values of LACKS that have been printed
         self.suspects = asyncio.Lock()  # Only the request with this lock may be retried after a death.
@@ -346,7 +346,7 @@ class Router:
         oldest = time.monotonic() - self.config.request_timeout
         self.answered = {kind: answer for kind, answer in self.answered.items() if answer[0] > oldest}
         # A removed server is checked as long as it has requests, which may hang.
-        await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits}))
+        await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits.values()}))
 
     async def get_health(self, worker: Worker, may_join: bool = False) -> tuple[bool, str]:
         """Query a server for its health, and for its models if it may join. Return (is healthy, why)."""
@@ -435,9 +435,10 @@ class Router:
 
     def move_requests(self, worker: Worker) -> None:
         """Take the requests away from a server that hangs, so that `forward` sends them to other servers."""
-        for limit in self.time_limits.pop(worker, ()):
-            with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
-                limit.reschedule(0)
+        for limit, server in self.time_limits.items():
+            if server is worker:
+                with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
+                    limit.reschedule(0)
 
     def set_health(self, worker: Worker, healthy: bool, why: str) -> None:
         if worker.healthy == healthy and worker.why:
@@ -707,7 +708,7 @@ class Router:
         response = None
         url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
         limit = asyncio.timeout(deadline - begun)  # `poll` ends it early if the server is unhealthy.
-        self.time_limits[worker].add(limit)
+        self.time_limits[limit] = worker
         call = self.session.request(
             request.method, url, headers=headers, data=body or None, allow_redirects=False
         )
@@ -737,9 +738,7 @@ class Router:
                 raise
             raise asyncio.CancelledError from error  # This closes the client's connection.
         finally:
-            self.time_limits[worker].discard(limit)
-            if not self.time_limits[worker]:
-                del self.time_limits[worker]
+            del self.time_limits[limit]
             worker.in_flight -= 1
             worker.seconds += time.monotonic() - begun
 
