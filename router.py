@@ -317,8 +317,8 @@ class Router:
         await self.runner.setup()
         workers = [*self.workers.values()]
         # The order of --workers, not of the responses, decides which models the router serves.
-        checks = [self.get_health(worker, may_join=True) for worker in workers]
-        for worker, health in zip(workers, await asyncio.gather(*checks)):
+        healths = await asyncio.gather(*map(self.get_health, workers))
+        for worker, health in zip(workers, healths):
             self.note_health(worker, *health)
         self.poller = asyncio.create_task(self.poll_forever())
         try:
@@ -348,7 +348,7 @@ class Router:
         # A removed server is checked as long as it has requests, which may hang.
         await asyncio.gather(*map(self.poll, {*self.workers.values(), *self.time_limits.values()}))
 
-    async def get_health(self, worker: Worker, may_join: bool = False) -> tuple[bool, str]:
+    async def get_health(self, worker: Worker, may_join: bool = True) -> tuple[bool, str]:
         """Query a server for its health, and for its models if it may join. Return (is healthy, why)."""
         path, limit = self.config.health_path, self.config.health_timeout
         try:
@@ -410,7 +410,7 @@ class Router:
 
     async def poll(self, worker: Worker) -> None:
         """Check the health of one server, and add it to the rotation or remove it."""
-        self.note_health(worker, *await self.get_health(worker, may_join=True))
+        self.note_health(worker, *await self.get_health(worker))
 
     def note_health(self, worker: Worker, healthy: bool, why: str) -> None:
         """Add a server to the rotation or remove it, according to a health check."""
@@ -640,7 +640,7 @@ class Router:
             return "alive"
         if timed_out and worker.is_silent:
             return "silent"
-        if worker.polls_failed or not (await self.get_health(worker))[0]:
+        if worker.polls_failed or not (await self.get_health(worker, may_join=False))[0]:
             self.set_health(worker, False, f"{problem}, and its health check fails")
             broken = error and not timed_out
             return "silent" if worker.is_silent and not broken else "dead"
