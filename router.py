@@ -602,8 +602,7 @@ class Router:
             if fate in ("lacking", "unreachable"):
                 continue  # No server has seen the request.
             fates.append(fate)
-            has_answered = fate == "silent" and not error  # Only the health check was slow.
-            if fate == "alive" or has_answered:
+            if fate == "alive":
                 tried.append(worker)
             deaths = fates.count("dead")
             if fate == "dead" and (deaths > 2 or (deaths > 1 and seconds < ALONE_SECONDS)):
@@ -642,8 +641,9 @@ class Router:
             return "silent"
         if worker.polls_failed or not (await self.get_health(worker, may_join=False))[0]:
             self.set_health(worker, False, f"{problem}, and its health check fails")
-            broken = error and not timed_out
-            return "silent" if worker.is_silent and not broken else "dead"
+            if worker.is_silent and not error:  # The server answered; only its health check is slow.
+                return "alive"
+            return "silent" if worker.is_silent and timed_out else "dead"
         worker.failed_in_a_row += 1
         is_last = sum(one.healthy for one in self.workers.values()) == 1
         if worker.failed_in_a_row >= self.config.unhealthy_after and not is_last:
