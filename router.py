@@ -610,7 +610,12 @@ class Router:
                 return error_response(422, text)
         if answer:
             return answer
-        return self.unavailable(problem)
+        if not problem:
+            states = "; ".join(f"{worker.url}: {worker.why}" for worker in self.workers.values())
+            problem = f"no server is healthy ({states or 'there are none'})"
+        response = error_response(503, f"no server could answer the request: {problem}")
+        response.headers["Retry-After"] = str(math.ceil(config.health_interval))
+        return response
 
     async def judge_failure(self, worker: Worker, error: Exception | None, problem: str, deadline) -> str:
         """Find out why a server failed a request, and update the server's health.
@@ -688,14 +693,6 @@ class Router:
                 "although other servers answered; restart the server",
             )
             self.move_requests(worker)
-
-    def unavailable(self, problem: str) -> web.Response:
-        if not problem:
-            states = "; ".join(f"{worker.url}: {worker.why}" for worker in self.workers.values())
-            problem = f"no server is healthy ({states or 'there are none'})"
-        response = error_response(503, f"no server could answer the request: {problem}")
-        response.headers["Retry-After"] = str(math.ceil(self.config.health_interval))
-        return response
 
     async def send(self, worker: Worker, request, headers, body: bytes, deadline: float):
         """Send the request to a server and return the response. A long response is streamed to the client.
