@@ -475,14 +475,15 @@ class Router:
                 "hanging": hanging,
             }
             return web.json_response(state, status=200 if healthy else 503)
+        changes_servers = path == "/workers" and request.method != "GET"
         key = self.api_key
-        if path == "/workers" and request.method != "GET" and self.server_key:
+        if changes_servers and self.server_key:
             key = self.server_key  # Otherwise a client could add its own server, which would get the key.
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         known = [hmac.compare_digest(given, b"Bearer " + one.encode()) for one in key.split(",")]
         if key and not any(known):
             return error_response(401, "missing or wrong API key; send 'Authorization: Bearer KEY'")
-        if path == "/workers" and request.method != "GET" and "Origin" in request.headers:
+        if changes_servers and "Origin" in request.headers:
             return error_response(403, "a web page must not change the servers")  # Only browsers send Origin.
         if path == "/metrics":
             return web.Response(text=self.metrics())
