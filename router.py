@@ -282,8 +282,9 @@ class Router:
         self.api_key = read_key(config.api_key, "ROUTER_API_KEY")
         self.server_key = read_server_key(config.server_key)
         self.workers = {url: Worker(url) for url in map(clean_url, config.workers)}
-        self.answered = {}  # (worker, path) -> when the latest answer came, and how many seconds it took
-        self.unanswered = defaultdict(int)  # (worker, path) -> number of such requests since then
+        # A request is of the kind (worker, path).
+        self.answered = {}  # kind -> when the latest answer came, and how many seconds it took
+        self.unanswered = defaultdict(int)  # kind -> number of such requests since then
         self.models = ()  # the models that each server has to list, which are those of the first one to join
         self.forwarded = tuple(path.rstrip("/") + "/" for path in config.forward)
         self.time_limits = {}  # the asyncio.timeout of each running request -> its worker
@@ -656,14 +657,13 @@ class Router:
             self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
         return "alive"
 
-    def note_answer(self, worker: Worker, path: str, begun: float) -> None:
+    def note_answer(self, kind: tuple[Worker, str], begun: float) -> None:
         """Remember that the server answers requests to the path, for `count_unanswered`."""
         now = time.monotonic()
-        self.answered[worker, path] = now, now - begun
-        if self.unanswered:
-            self.unanswered.pop((worker, path), None)
+        self.answered[kind] = now, now - begun
+        self.unanswered.pop(kind, None)
 
-    def count_unanswered(self, worker: Worker, path: str, begun: float) -> None:
+    def count_unanswered(self, kind: tuple[Worker, str], begun: float) -> None:
         """Count a request that ran out of time. After --unhealthy-after in a row, the server leaves.
 
         The request counts if its server has answered no request to the path since it began, whereas another
@@ -671,10 +671,11 @@ class Router:
         cancelling its requests. Some clients send one request after the other, so an equally long time before
         the request is considered, too, unless the server answered then.
         """
+        worker, path = kind
         since = begun
         waited = time.monotonic() - begun
         never = (-math.inf, 0.0)
-        latest, _ = self.answered.get((worker, path), never)
+        latest, _ = self.answered.get(kind, never)
         if latest > begun or not worker.healthy:
             return
         if latest < begun - waited:
@@ -683,9 +684,9 @@ class Router:
         if not any(latest > since and seconds < waited / 2 for latest, seconds in others):
             return
         worker.failures += 1
-        self.unanswered[worker, path] += 1
-        if self.unanswered[worker, path] >= self.config.unhealthy_after:
-            count = self.unanswered.pop((worker, path))
+        self.unanswered[kind] += 1
+        if self.unanswered[kind] >= self.config.unhealthy_after:
+            count = self.unanswered.pop(kind)
             worker.hangs = True
             self.set_health(
                 worker,
@@ -702,7 +703,7 @@ class Router:
         """
         worker.requests += 1
         begun = time.monotonic()
-        path = request.rel_url.raw_path
+        kind = worker, request.rel_url.raw_path
         response = None
         url = URL(worker.url + request.rel_url.raw_path_qs, encoded=True)
         limit = asyncio.timeout(deadline - begun)  # `poll` ends it early if the server is unhealthy.
@@ -716,22 +717,22 @@ class Router:
                 if answer.status >= 400 or (answer.content_length or math.inf) <= BUFFERED:
                     content = await answer.read()
                     if answer.status < 400:  # Servers reject requests even if their engine hangs.
-                        self.note_answer(worker, path, begun)
+                        self.note_answer(kind, begun)
                     kept = forwarded_headers(answer.headers, NEW_BODY)
                     return web.Response(**start, body=content, headers=kept)
                 response = web.StreamResponse(**start, headers=forwarded_headers(answer.headers, HOP_BY_HOP))
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
-                    self.note_answer(worker, path, begun)
+                    self.note_answer(kind, begun)
                     await response.write(chunk)
                 await response.write_eof()
                 return response
         except asyncio.CancelledError:  # The client has disconnected, perhaps because of a time limit.
-            self.count_unanswered(worker, path, begun)
+            self.count_unanswered(kind, begun)
             raise
         except (aiohttp.ClientError, OSError) as error:
             if time.monotonic() >= deadline - CLOCK_ERROR:
-                self.count_unanswered(worker, path, begun)
+                self.count_unanswered(kind, begun)
             if response is None or not response.prepared:
                 raise
             raise asyncio.CancelledError from error  # This closes the client's connection.
