@@ -52,17 +52,19 @@ class PolicyGroup:
 
     def __init__(self, config, source: str, reservation: Reservation | None = None):
         self.config = config
+        # Ranks need not import the class of the configuration. They have another working directory.
+        self.rank_config = SimpleNamespace(**dataclasses.asdict(config))
+        self.rank_config.model = absolute(config.model)
         self.device = torch.device(config.device)
         self.reservation = reservation
         self.own_reservation = None
         self.actors = []
         self.starts = 0
         # Ranks load a loss of the user's own from its file, which must not change until the run ends.
-        self.loss = config.loss
         self.loss_files = {}
         if ":" in config.loss:
             path, name = file_and_name("loss", config.loss)
-            self.loss = f"{path}:{name}"  # Ranks have another working directory.
+            self.rank_config.loss = f"{path}:{name}"
             self.loss_files = fingerprints(str(path))
         # The number of weight updates, or None if it is unknown after a failure.
         self.num_updates = 0
@@ -77,12 +79,9 @@ class PolicyGroup:
         """Start all ranks with the weights in the folder `source`."""
         self.starts += 1
         self.num_updates = 0
-        config = SimpleNamespace(**dataclasses.asdict(self.config))  # Ranks need not import its class.
-        config.model = absolute(config.model)  # Ranks have another working directory.
-        config.loss = self.loss
         reservation = self.reservation
         if not reservation:
-            reservation = self.own_reservation = Reservation({"rank": rank_spec(config)}, timeout_s)
+            reservation = self.own_reservation = Reservation({"rank": rank_spec(self.config)}, timeout_s)
         reservation.wait(timeout_s)
         nodes = reservation.nodes("rank")
         per_node = Counter(nodes)
@@ -106,7 +105,7 @@ class PolicyGroup:
             # Ray shows each actor only its own GPU.
             device = torch.device("cuda:0") if self.device.type == "cuda" else self.device
             actor = ray.remote(RankedPolicy).options(max_restarts=0, **reservation.options("rank", rank))
-            self.actors.append(actor.remote(config, absolute(source), device, ranks))
+            self.actors.append(actor.remote(self.rank_config, absolute(source), device, ranks))
         where = ", ".join(f"{count} on {addresses[node]}" for node, count in per_node.items())
         print(f"policy: {len(nodes)} ranks, {where}")
         self.info = self.call("model_info")[0]
