@@ -87,10 +87,8 @@ class RankedPolicy(Policy):
 
     def all_reduce(self, sums: Counter) -> Counter:
         """Return the totals of these sums over all ranks."""
-        of_ranks = [None] * self.ranks.count
-        dist.all_gather_object(of_ranks, sums)
         total = Counter()
-        for found in of_ranks:
+        for found in self.ranks.gather(sums):
             total.update(found)
         return total
 
@@ -101,7 +99,7 @@ class RankedPolicy(Policy):
         therefore makes extra passes on two tokens, whose gradient is 0.
         """
         num_passes = len(micro_batches([sample.length for sample in samples], self.max_tokens))
-        most_passes = self.ranks.max(num_passes)
+        most_passes = max(self.ranks.gather(num_passes))
         yield from super().forward(samples, model)
         for _ in range(most_passes - num_passes):
             temperature = self.config.temperature
@@ -165,11 +163,11 @@ class Ranks:
         )
         self.mesh = init_device_mesh(device.type, (self.count,))
 
-    def max(self, number: int) -> int:
-        """Return the maximum of this number over all ranks."""
-        value = torch.tensor(number)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return int(value)
+    def gather(self, value) -> list:
+        """Return the values that all ranks pass."""
+        values = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
 
 
 def interface_of(address: str) -> str:
