@@ -39,6 +39,7 @@ import tyro  # router.py and torch are imported in functions, because every guar
 FOLDER = str(Path(__file__).parent)
 
 IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
+Text = Annotated[str, IN_WORDS]
 
 
 @dataclass
@@ -55,10 +56,10 @@ class Config:
     tensor_parallel_size: int = 1  # Number of GPUs per server (without a GPU: processes per server).
     gpu_share: float = 1.0  # Fraction of a GPU's memory for each server. 1: no sharing of GPUs.
     # CPU cores for the servers, e.g. 0,1 (only on CPU). Empty: all, divided evenly.
-    cpus: Annotated[str, IN_WORDS] = ""
-    served_model_name: Annotated[str, IN_WORDS] = ""  # Model name in requests. Empty: the value of --model.
+    cpus: Text = ""
+    served_model_name: Text = ""  # Model name in requests. Empty: the value of --model.
     # Data type of the weights. Empty: float32 on CPU (where bfloat16 is slow), vLLM's choice on GPUs.
-    dtype: Annotated[str, IN_WORDS] = ""
+    dtype: Text = ""
     max_model_len: int = 0  # Maximum length of prompt plus answer, in tokens. 0: the limit of the model.
     sleep_mode: bool = False  # Let the servers release their GPU memory while they sleep (GPUs only).
     # Enable vLLM's control endpoints, such as /collective_rpc (see --server-key). The model's files and
@@ -68,11 +69,11 @@ class Config:
     policy: Literal["round_robin", "least_loaded"] = "least_loaded"  # How the router chooses a server.
     queue_timeout: float = 180.0  # Maximum time that a request waits for a healthy server, in seconds.
     # Additional arguments for router.py, after an equals sign: --router-args="--max-body-mib 256".
-    router_args: Annotated[str, IN_WORDS] = ""
+    router_args: Text = ""
     # Key that clients must send as a bearer token. Empty: the value of ROUTER_API_KEY, or no key.
-    api_key: Annotated[str, IN_WORDS] = field(default="", repr=False)
+    api_key: Text = field(default="", repr=False)
     # Key that the router sends to the servers. Empty: the last key of --api-key, or a random key.
-    server_key: Annotated[str, IN_WORDS] = field(default="", repr=False)
+    server_key: Text = field(default="", repr=False)
     # Folder for log files. Empty: outputs/genrm_logs/PORT, with the process id as PORT if --port is 0.
     log_dir: Annotated[Path | None, IN_WORDS] = None
     startup_timeout: float = 1800.0  # Time limit for starting a server, in seconds.

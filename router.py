@@ -68,7 +68,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
-IN_WORDS = tyro.conf.arg(help_behavior_hint="")  # The help text itself explains the default.
+# The help text itself explains an empty default.
+Text = Annotated[str, tyro.conf.arg(help_behavior_hint="")]
 
 
 @dataclass
@@ -110,9 +111,9 @@ class Config:
     max_body_mib: int = 64  # Maximum size of a request body, in MiB. Larger bodies get status 413.
     # Key that clients must send as a bearer token, or several accepted keys separated by commas. Empty: the
     # environment variable ROUTER_API_KEY, which the process list does not show, or no key if it is unset.
-    api_key: Annotated[str, IN_WORDS] = ""
+    api_key: Text = ""
     # Key that the router sends to the servers. Empty: the value of ROUTER_SERVER_KEY, or the client's key.
-    server_key: Annotated[str, IN_WORDS] = ""
+    server_key: Text = ""
 
     def check(self) -> None:
         """Raise ValueError if a setting is invalid."""
