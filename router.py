@@ -421,7 +421,7 @@ class Router:
             other_models = self.find_other_models(worker)
             if other_models and worker.why != other_models:
                 worker.why = ""  # This makes `set_health` print the new reason.
-            if worker.hangs and any(one.healthy for one in self.workers.values()):
+            if worker.hangs and self.healthy_workers():
                 return
             worker.hangs = False
             self.set_health(worker, not other_models, other_models or why)
@@ -432,7 +432,7 @@ class Router:
             if worker.polls_failed >= self.config.unhealthy_after or not worker.why:
                 self.set_health(worker, False, why)
                 # Without another server, a server that is only busy should finish its requests.
-                if any(one.healthy and not one.polls_failed for one in self.workers.values()):
+                if any(not one.polls_failed for one in self.healthy_workers()):
                     self.move_requests(worker)
 
     def move_requests(self, worker: Worker) -> None:
@@ -468,7 +468,7 @@ class Router:
         """Check the key, then serve an endpoint of the router or forward the request."""
         path = request.rel_url.raw_path
         if path == "/health":
-            healthy = sum(worker.healthy for worker in self.workers.values())
+            healthy = len(self.healthy_workers())
             hanging = sum(worker.hangs for worker in self.workers.values())
             state = {
                 "healthy": healthy,
@@ -518,9 +518,12 @@ class Router:
                 lines.append(f'router_{name}{{worker="{worker.url}"}} {value}')
         return "\n".join(lines) + "\n"
 
+    def healthy_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.healthy]
+
     def acquire(self, tried, session: str) -> Worker | None:
         """Choose a healthy server that is not in `tried`, or return None. Count the request as in flight."""
-        ready = [one for one in self.workers.values() if one.healthy and one not in tried]
+        ready = [one for one in self.healthy_workers() if one not in tried]
         if not ready:
             return None
         if session:  # With rendezvous hashing, only sessions of a server that joins or leaves move.
@@ -653,7 +656,7 @@ class Router:
                 return "alive"
             return "silent" if worker.is_silent and timed_out else "dead"
         worker.failed_in_a_row += 1
-        is_last = sum(one.healthy for one in self.workers.values()) == 1
+        is_last = len(self.healthy_workers()) == 1
         if worker.failed_in_a_row >= self.config.unhealthy_after and not is_last:
             self.set_health(worker, False, f"{worker.failed_in_a_row} failures in a row: {problem}")
         return "alive"
@@ -681,7 +684,7 @@ class Router:
             return
         if latest < begun - waited:
             since -= waited
-        others = [self.answered.get((one, path), never) for one in self.workers.values() if one.healthy]
+        others = [self.answered.get((one, path), never) for one in self.healthy_workers()]
         if not any(latest > since and seconds < waited / 2 for latest, seconds in others):
             return
         worker.failures += 1
