@@ -381,11 +381,17 @@ class Router:
             body = await answer.read()
         if answer.status not in (200, 404):
             say(f"WARNING: {url} returned {answer.status}, so nobody notices if its models are others")
+        models = []
         try:
-            listed = [(str(model["id"]), str(model.get("root") or "")) for model in json.loads(body)["data"]]
+            for model in json.loads(body)["data"]:
+                name = str(model["id"])
+                root = model.get("root")
+                if root and str(root) != name:
+                    name += f" ({root})"
+                models.append(name)
         except (ValueError, KeyError, TypeError, AttributeError):
             return ()
-        return tuple(sorted(f"{name} ({root})" if root not in ("", name) else name for name, root in listed))
+        return tuple(sorted(models))
 
     def find_other_models(self, worker: Worker) -> str:
         """Return why the models of a server keep the server out of the rotation, or an empty string."""
