@@ -118,17 +118,16 @@ class RankedPolicy(Policy):
         Returns:
             The nodes that no longer exist, and the checksums of the weights (see weight_sums.py).
         """
-        if not self.is_main_rank:
-            for _ in self.weights(dtype):  # Every rank must take part.
-                pass
-            return set(), {}
+        gone = set()
         sums = {}
         weights = served_weights(self, dtype)
         try:
-            return send(summed(weights, sums), folders, path), sums
+            if self.is_main_rank:
+                gone = send(summed(weights, sums), folders, path)
         finally:
-            for _ in weights:  # After an error, the other ranks must not wait for this one.
+            for _ in weights:  # Every rank must take part, even after an error on the main rank.
                 pass
+        return gone, sums
 
 
 @dataclass
