@@ -263,7 +263,8 @@ class RewardModelManager:
             if has_several_nodes and config.host in ("127.0.0.1", "0.0.0.0"):
                 config = replace(config, host=ray.util.get_node_ip_address())
             config = resolve_config(config, follow_links=not has_several_nodes)
-            configs[name] = replace(config, log_dir=config.log_dir / name)
+            config.log_dir /= name
+            configs[name] = config
             specs[name] = server_spec(config)
         try:
             if reservation is None:
