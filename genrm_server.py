@@ -606,7 +606,7 @@ class Process:
     """A child process with a log file, and the leader of a process group.
 
     The group is killed by `stop`, or when this program ends. The child listens at `url` and runs on the CPU
-    cores in `cores` (empty: all cores).
+    cores in `cores`, such as ["0,1", "2"] (empty: all cores).
     """
 
     def __init__(self, log: Path, command: list, env: dict[str, str], url: str = "", cores=()):
@@ -771,7 +771,7 @@ class VllmServer(Process):
             env["HF_HUB_OFFLINE"] = "1"
         if config.control or config.sleep_mode:
             env["VLLM_SERVER_DEV_MODE"] = "1"  # opens /collective_rpc and /sleep
-        all_cores = []
+        bound = []
         if config.device == "cpu":
             command += ["--dtype", config.dtype or "float32", "--enforce-eager"]
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -780,8 +780,8 @@ class VllmServer(Process):
             # Otherwise the first log-probabilities of each server wait for a C++ compiler.
             env.setdefault("TORCH_COMPILE_DISABLE", "1")
             cores = cores_of_server(config, part, parts)  # one list per process
-            all_cores = [core for one in cores for core in one]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, cores))  # A single process ignores it.
+            bound = [",".join(one) for one in cores]
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(bound)  # A single process ignores it.
             env["OMP_NUM_THREADS"] = str(len(cores[0]))
         else:
             command += ["--dtype", config.dtype or "auto"]
@@ -797,7 +797,7 @@ class VllmServer(Process):
             command += ["--max-model-len", config.max_model_len]
         command += config.vllm_args
         log = config.log_dir / f"server_{index}.log"
-        super().__init__(log, command, env, f"http://{router.address_of(self.host, port)}", all_cores)
+        super().__init__(log, command, env, f"http://{router.address_of(self.host, port)}", bound)
 
     def node(self) -> str:
         """Return the ID of the Ray node on which this actor runs."""
