@@ -41,8 +41,13 @@ class ClusterServers(PolicyServers):
             reservation = self.own_reservation = Reservation({NAME: server_spec(config)})
         self.actors = start_servers({NAME: config}, reservation)[NAME]
         self.provide_folders(set(reservation.nodes(NAME)))
-        hooks = dict(before_starting=self.before_starting, before_joining=self.reload)
-        self.service = ModelServers(config, "policy", self.actors, **hooks)
+        self.service = ModelServers(
+            config,
+            "policy",
+            self.actors,
+            before_starting=self.before_starting,
+            before_joining=self.reload,
+        )
 
     def before_starting(self, slot: ServerSlot):
         """Provide the weights on the server's node. A restart may have moved the actor to another node."""
@@ -67,9 +72,12 @@ class ClusterServers(PolicyServers):
         with self.folders_lock:
             new = {}
             for node in nodes - set(self.folders):
-                there = NodeAffinitySchedulingStrategy(node, soft=False)
-                retries = dict(max_restarts=-1, max_task_retries=-1)  # retry as long as the node exists
-                actor = ray.remote(WeightFolder).options(num_cpus=0, scheduling_strategy=there, **retries)
+                actor = ray.remote(WeightFolder).options(
+                    num_cpus=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                    max_restarts=-1,  # retry as long as the node exists
+                    max_task_retries=-1,
+                )
                 new[node] = actor.remote(*self.contents)
             if new:
                 self.fill(new)
