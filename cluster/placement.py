@@ -117,6 +117,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
         return spec.apart or spec.gpus >= 1, spec.gpus, spec.awake
 
     slots = []
+    free = gpus
     for name in sorted(specs, key=need, reverse=True):
         spec = specs[name]
         size = math.ceil(spec.gpus)
@@ -124,7 +125,8 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             fits = [slot for slot in slots if slot.has_room(name, spec)]
             best = min(fits, key=lambda slot: (slot.count(name), slot.taken), default=None)
             if best is None or best.count(name):
-                if size <= gpus - sum(slot.gpus for slot in slots):
+                if size <= free:
+                    free -= size
                     best = GpuSlot(size)
                     slots.append(best)
             if best is None:
