@@ -159,10 +159,10 @@ def _parts(answer):
             else:
                 token = ""
         elif wanted:  # In LaTeX an argument without braces is one character or one command.
-            first, rest = re.fullmatch(r"(\\.*|.)(.*)", token).groups()
-            if rest:
-                todo.append(rest)
-            todo += ["}", first, "{"]
+            size = len(token) if token[0] == "\\" else 1
+            if size < len(token):
+                todo.append(token[size:])
+            todo += ["}", token[:size], "{"]
             continue
         else:
             wanted = _ARGUMENTS.get(token.partition("[")[0], 0)

@@ -636,9 +636,9 @@ class Router:
             lacking: The router lacks something for a connection.
             unreachable: The server accepts no connection.
             late: The time limit of the request has passed.
-            alive: The server is alive. It may hang.
+            alive: The server is alive, or has answered although its health check fails. It may hang.
             dead: The server has died, perhaps because of the request.
-            silent: The server's health check timed out, which does not count as a death.
+            silent: The request and the server's health check timed out, which does not count as a death.
         """
         if self.lacks_something(error):
             await asyncio.sleep(0.2)  # Requests that finish in the meantime free what is lacking.

@@ -577,8 +577,9 @@ class Rollouts:
             while frame and frame.f_code.co_filename not in (self.file, __file__):
                 frame = frame.f_back
             # If the innermost of these frames is this file's, the function is in `await generate()`.
-            blocks = frame and frame.f_code.co_filename == self.file
-            if blocks and frame.f_lineno not in printed:
+            if not frame or frame.f_code.co_filename != self.file:
+                continue
+            if frame.f_lineno not in printed:
                 printed.add(frame.f_lineno)
                 line = f"{self.file}:{frame.f_lineno} ({frame.f_code.co_name})"
                 print(
