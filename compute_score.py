@@ -110,7 +110,7 @@ _TOKEN = re.compile(
     | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
         | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+(?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|text[a-z]*|math(?:rm|bf|it|sf)
-            |boldsymbol|overline(?=\s*\{\s*[A-Z]+\s*\}))(?![a-zA-Z]) )
+            |boldsymbol|overline(?=\s*\{\s*[A-Z]{2,}\s*\}))(?![a-zA-Z]) )
     | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
         (?:(?:,|\s*\{\s*,\s*\}\s*|\\,)(?:\\!\s*)?\d{3})+ (?!\d)(?:\.\d+)? )
     | \d+(?:\.\d+)? | \.\d+ | [^\W\d_]+ | [<>]= | \.\.\.

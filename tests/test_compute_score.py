@@ -365,6 +365,10 @@ m+n=293=5 | 5
 5\$\text{ per day} | 5\text{ cents/day}
 m+n = \frac{1}{2} = 293 | 293
 x+y=1+1=x | x
+A\overline{B} | \overline{A}B
+P(A) | P(\overline{A})
+\overline{Z} | Z
+\overline{A}\cup\overline{B} | A\cup B
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -450,6 +454,7 @@ x^2/4 | \frac{x^2}{4}
 \emptyset | \varnothing
 {x}^{2} | x^2
 **7** | 7
+\overline{AB} | AB
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
