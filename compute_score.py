@@ -126,6 +126,8 @@ def _tokens(answer):
     """Split `answer` into tokens, replace synonyms, and drop white space and font commands."""
     found = []
     answer = re.sub(r"√\s*(?:(\d[\d.]*)|\(([^()]*)\))", r"\\sqrt{\1\2}", answer.translate(_UNICODE))
+    # Python's power, as in x**2 or x ** (n+1). Other ** are Markdown's marks of bold text.
+    answer = re.sub(r"(?<=[\w)}\]])( ?)\*\*\1(?:(-?\d+|\w)|\(([^()]*)\)|(?=[({\\-]))", r"^{\2\3}", answer)
     for match in _TOKEN.finditer(answer):
         token = re.sub(r"[\s~]", "", match[0])
         if match["thousands"] and re.search(r"[{\\]", token):  # A plain "1,234" may be a list.

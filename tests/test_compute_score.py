@@ -369,6 +369,12 @@ A\overline{B} | \overline{A}B
 P(A) | P(\overline{A})
 \overline{Z} | Z
 \overline{A}\cup\overline{B} | A\cup B
+a**b | ab
+x**2 | x2
+x ** 2 | x2
+(x+1)**2 | (x+1)2
+x**-1 | x-1
+2**\pi | 2\pi
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -455,6 +461,12 @@ x^2/4 | \frac{x^2}{4}
 {x}^{2} | x^2
 **7** | 7
 \overline{AB} | AB
+**x = 5** | 5
+**5** cm | 5\text{ cm}
+x**2 | x^2
+2 ** 10 | 2^{10}
+n**k | n^k
+(x+1)**(n+1) | (x+1)^{n+1}
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
