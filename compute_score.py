@@ -269,7 +269,7 @@ def normalize_final_answer(answer: str) -> str:
 
 
 _WORDS = re.compile(r"No|(?=.{3})(?:\b[a-zA-Z][a-z]*\s?)+")
-_CAPITAL = re.compile(r"\b[A-Z](?=[a-z]*[aeiouy])")
+_CAPITAL = re.compile(r"\b(?:[A-Z](?=[a-z]*[aeiouy])|A(?=ll\b)|O(?=dd\b))")
 
 
 def _values(parts):

@@ -375,6 +375,8 @@ x ** 2 | x2
 (x+1)**2 | (x+1)2
 x**-1 | x-1
 2**\pi | 2\pi
+Abh | abh
+Oddx | oddx
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -467,6 +469,9 @@ x**2 | x^2
 2 ** 10 | 2^{10}
 n**k | n^k
 (x+1)**(n+1) | (x+1)^{n+1}
+\text{Odd} | odd
+\text{Odd function} | odd function
+\text{All real numbers} | \text{all real numbers}
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
