@@ -191,6 +191,8 @@ _SPELLINGS = r"""
 (\\[a-zA-Z]+)\x20(?=[a-zA-Z])               → \1~
 (?<=\d)\x20(?=\d)|(?<=[^\W\d_]{2})\x20(?=[^\W\d_]{2}) → ~
 \x20                                        →
+# Any matrix
+[(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
 # 1/2, \pi/2, and 1 1/2; a minus in a numerator moves before the fraction, except in 2\frac{-1}{2}
 START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
 (?<=\d)~(?=\\frac)                          →
@@ -206,9 +208,8 @@ START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{
 (?:~|(?<=[\d$]))per~                        → /
 (?<![a-zA-Z\\])mph\b                        → miles/h
 (?<=[\d})i])m(?=/s\b)                       → meters
-# A row separator at the end of a matrix, any matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
+# A row separator at the end of a matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
 \\\\(?=\\end)                               →
-[(\[]\\begin\{(?:array\}\{[^{}]*|matrix)\}(.*?)\\end\{\w+\}[)\]] → \\begin{pmatrix}\1\\end{pmatrix}
 \\\$(-?\d[\d.]*)(?:\\\$)?                   → \1dollars
 (?<=\d)\\\$(?=$|/)                          → dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2

@@ -472,6 +472,8 @@ n**k | n^k
 \text{Odd} | odd
 \text{Odd function} | odd function
 \text{All real numbers} | \text{all real numbers}
+\left(\begin{array}{c} 1/5 \\ -18/5 \end{array}\right) | \begin{pmatrix} \frac{1}{5} \\ -18/5 \end{pmatrix}
+\left(\begin{array}{c} \frac{-1}{5} \\ 2 \end{array}\right) | \begin{pmatrix} -\frac{1}{5} \\ 2 \end{pmatrix}
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
