@@ -70,7 +70,8 @@ def _first_of_line(table):
 
 
 _SAME = _first_of_line(r"""
-- − – ‑
+- − – ‑ \textminus
+^ \textsuperscript
 \pi π
 \infty ∞
 \sqrt √
@@ -91,7 +92,7 @@ _SAME = _first_of_line(r"""
 \begin{pmatrix} \begin{bmatrix}
 \end{pmatrix} \end{bmatrix}
 percent % \%
-degrees degree ° \degree ^\circ ^{\circ}
+degrees degree ° \degree \textdegree ^\circ ^{\circ}
 meters \text{m} \textrm{m} \mathrm{m}
 , and
 """)
@@ -109,7 +110,8 @@ _TOKEN = re.compile(
     \\(?:text|textrm|mathrm)\s*\{[\s~]*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
     | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
         | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+(?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
-        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|text[a-z]*|math(?:rm|bf|it|sf)
+        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|math(?:rm|bf|it|sf)
+            |text(?:bf|it|md|normal|rm|sc|sf|sl|style|tt|up)?
             |boldsymbol|overline(?=\s*\{\s*[A-Z]{2,}\s*\}))(?![a-zA-Z]) )
     | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
         (?:(?:,|\s*\{\s*,\s*\}\s*|\\,)(?:\\!\s*)?\d{3})+ (?!\d)(?:\.\d+)? )

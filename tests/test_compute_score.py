@@ -377,6 +377,10 @@ x**-1 | x-1
 2**\pi | 2\pi
 Abh | abh
 Oddx | oddx
+x \textless 5 | x \textgreater 5
+5\textcent | \$5
+2\textsuperscript{10} | 210
+90\textdegree | 90\%
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -474,6 +478,11 @@ n**k | n^k
 \text{All real numbers} | \text{all real numbers}
 \left(\begin{array}{c} 1/5 \\ -18/5 \end{array}\right) | \begin{pmatrix} \frac{1}{5} \\ -18/5 \end{pmatrix}
 \left(\begin{array}{c} \frac{-1}{5} \\ 2 \end{array}\right) | \begin{pmatrix} -\frac{1}{5} \\ 2 \end{pmatrix}
+\textminus 5 | -5
+90\textdegree | 90^\circ
+x\textsuperscript{10} | x^{10}
+\textstyle\frac12 | \frac{1}{2}
+\textsc{a}\textsf{b}\texttt{c}\textsl{d}\textup{e}\textmd{f}\textnormal{g} | abcdefg
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
