@@ -99,7 +99,7 @@ meters \text{m} \textrm{m} \mathrm{m}
 _UNITS = _first_of_line("""
 units unit; dollars dollar; cents cent; percent; degrees; points; digits; ways; integers; multiples; th
 meters meter; cm centimeter centimeters; mm millimeter millimeters; km kilometer kilometers
-inches inch in; feet foot ft; yards yard; miles mile
+inches inch in "; feet foot ft; yards yard; miles mile
 kg kilogram kilograms; grams gram g; pounds pound lb lbs; liters liter
 seconds second; minutes minute min; hours hour hr hrs; days day; weeks week; months month; years year
 degreesC; degreesF; meals; edges; students; children; people; tickets
@@ -108,7 +108,7 @@ _UNICODE = str.maketrans({"²": "^2", "³": "^3", "½": "\\frac12"})
 _TOKEN = re.compile(
     r"""
     \\(?:text|textrm|mathrm)\s*\{[\s~]*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
-    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
+    | (?P<space> \s+ | [~$] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
         | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+(?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|math(?:rm|bf|it|sf)
             |text(?:bf|it|md|normal|rm|sc|sf|sl|style|tt|up)?
@@ -128,6 +128,7 @@ def _tokens(answer):
     """Split `answer` into tokens, replace synonyms, and drop white space and font commands."""
     found = []
     answer = re.sub(r"√\s*(?:(\d[\d.]*)|\(([^()]*)\))", r"\\sqrt{\1\2}", answer.translate(_UNICODE))
+    answer = re.sub(r'(?<![\w)}\]])"([^"]*)"', r"\1", answer)  # In y" + y = 0, the mark is a derivative.
     # Python's power, as in x**2 or x ** (n+1). Other ** are Markdown's marks of bold text.
     answer = re.sub(r"(?<=[\w)}\]])( ?)\*\*\1(?:(-?\d+|\w)|\(([^()]*)\)|(?=[({\\-]))", r"^{\2\3}", answer)
     for match in _TOKEN.finditer(answer):
@@ -590,7 +591,7 @@ def _grade(pipe):
 # value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
 # case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20.
 _NOT_READ = re.compile(
-    r"=|.'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
+    r"=|.['\"]+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
     r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )

@@ -381,6 +381,9 @@ x \textless 5 | x \textgreater 5
 5\textcent | \$5
 2\textsuperscript{10} | 210
 90\textdegree | 90\%
+y"+y=0 | y+y=0
+y"+y"'=0 | y+y'=0
+y" | y
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -483,6 +486,10 @@ n**k | n^k
 x\textsuperscript{10} | x^{10}
 \textstyle\frac12 | \frac{1}{2}
 \textsc{a}\textsf{b}\texttt{c}\textsl{d}\textup{e}\textmd{f}\textnormal{g} | abcdefg
+"A" | A
+\text{"yes"} | \text{yes}
+4" | 4
+4" | 4\text{ inches}
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
