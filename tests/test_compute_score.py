@@ -490,6 +490,7 @@ x\textsuperscript{10} | x^{10}
 \text{"yes"} | \text{yes}
 4" | 4
 4" | 4\text{ inches}
+.\overline{3} | 0.\overline{3}
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
