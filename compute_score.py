@@ -736,7 +736,7 @@ def _near_copies(parts):
     """Return a pattern for a marker's letters and numbers, and for near copies of them."""
     number, alike = r"\d++", {}
     if len(parts) > 2:  # Copies of shorter markers would be mathematics: (1), (t0), [A1].
-        number, alike = r"(?:\d++|[\dilo]++)", _ALIKE
+        number, alike = rf"(?:[\dilo]{_BETWEEN})++", _ALIKE
     return _BETWEEN.join(alike.get(part.lower(), part) if len(part) == 1 else number for part in parts)
 
 

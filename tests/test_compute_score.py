@@ -1018,6 +1018,8 @@ NEAR_COPIES = [
     "[A1 Solution]",
     "[Gr0und Truth]",
     "[/paragraph_O]",
+    "</paragraph_1\u200b2>",
+    "<paragraph_1 l>",
 ]
 
 
