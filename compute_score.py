@@ -249,10 +249,16 @@ _SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")
 _NAME = re.compile(rf"(?!.*{_NEGATION}){_NAME}")
 _UNIT = "|".join(_UNITS)
 _UNIT = re.compile(rf"(.*?)(?:(?<=[\d}})i]) ?({_UNIT})(/\w+)?(\^[23])?)?")
+_WORDS = re.compile(r"No|(?=.{3})(?:\b[a-zA-Z][a-z]*\s?)+")
+_CAPITAL = re.compile(r"\b(?:[A-Z](?=[a-z]*[aeiouy])|A(?=ll\b)|O(?=dd\b))")
 
 
 def _name_value_unit(text):
-    """Split one member into name, value and unit. An equation other than "name = value" counts as a value."""
+    """Split one member into name, value and unit. An equation other than "name = value" counts as a value.
+
+    The first letter of a word becomes lower case, so "East" equals "east". Formulas keep their capitals: "A"
+    is not "a", and "Mgh" is not "mgh".
+    """
     *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
     value, unit, rate, power = _UNIT.fullmatch(value).groups("")
     names = [head for head in heads if _NAME.fullmatch(head)]
@@ -263,6 +269,8 @@ def _name_value_unit(text):
         name = heads[0]
     elif len(names) + len(constants) < len(heads) or constants and not _CONSTANT.fullmatch(value):
         return "", text, ""  # an equation
+    if _WORDS.fullmatch(value):
+        value = _CAPITAL.sub(lambda letter: letter[0].lower(), value)
     rate = re.sub("(?<=^/h)(our|r)$|(?<=^/s)ec.*", "", rate)
     return name, value, _UNITS.get(unit, unit) + rate + power
 
@@ -272,20 +280,9 @@ def normalize_final_answer(answer: str) -> str:
     return ",".join(value for _, value, _ in _parts(answer))
 
 
-_WORDS = re.compile(r"No|(?=.{3})(?:\b[a-zA-Z][a-z]*\s?)+")
-_CAPITAL = re.compile(r"\b(?:[A-Z](?=[a-z]*[aeiouy])|A(?=ll\b)|O(?=dd\b))")
-
-
 def _values(parts):
-    """Join the values of an answer. Parentheses mark values whose order matters because their names differ.
-
-    The first letter of a word becomes lower case, so "East" equals "east". Formulas keep their capitals: "A"
-    is not "a", and "Mgh" is not "mgh".
-    """
-    values = ", ".join(
-        _CAPITAL.sub(lambda letter: letter[0].lower(), value) if _WORDS.fullmatch(value) else value
-        for _, value, _ in parts
-    )
+    """Join the values of an answer. Parentheses mark an order that matters because the names differ."""
+    values = ", ".join(value for _, value, _ in parts)
     if len({name for name, _, _ in parts if name}) > 1:
         return f"({values})"
     return values
@@ -456,14 +453,14 @@ def compute_score(
     """
     one_of("verifier", verifier, VERIFIERS)
     truth = single_answer(ground_truth, data_source)
-    answer = _find_answer(data_source, policy_text(solution_str, turns)[-TAIL_CHARS:])
+    answer = find_answer(data_source, policy_text(solution_str, turns)[-TAIL_CHARS:])
     pred = normalize_final_answer(answer or "") or "[INVALID]"  # as in the original
     equal = _math_verify if verifier == "math_verify" else is_equal
     acc = pred != "[INVALID]" and equal(answer, truth)
     return {"score": _SCORES[acc], "acc": acc, "pred": pred}
 
 
-def _find_answer(data_source, text):
+def find_answer(data_source: str, text: str) -> str | None:
     """Return the content of the last box (GSM8K without a box: the number after "####"), or None."""
     if "\\boxed{" in text:
         boxed = last_boxed_only_string(text)

@@ -740,14 +740,14 @@ def infos_of(samples: list) -> list[dict]:
 def majority(infos: list[dict]) -> bool | None:
     """Return whether the most frequent answer is correct, or None if the samples have no answers.
 
-    A sample without an answer casts no vote.
+    A sample without an answer casts no vote. Answers with the same `pred`, but another `acc`, differ in their
+    unit or name.
     """
     if not any("pred" in info for info in infos):
         return None
     votes = [info for info in infos if info.get("pred") not in (None, "[INVALID]")]
-    preds = [info["pred"] for info in votes]
-    winner = max(votes, key=lambda info: preds.count(info["pred"]), default={})
-    return winner.get("acc") == 1
+    answers = [(info["pred"], info.get("acc")) for info in votes]
+    return max(answers, key=answers.count, default=(None, False))[1] == 1
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

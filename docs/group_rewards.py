@@ -79,28 +79,29 @@ def read_marks(critique, answers):
 def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     """Use the group's most frequent answer as the label: RL without ground truth (arXiv:2504.16084).
 
-    If the row has a ground truth other than "", `acc` says whether the answer is correct, and
-    `group_label_right` whether the label is. A group without any answer has no verdict.
+    Answers vote for the same label if `is_equal` says that they are equal. If the row has a ground truth
+    other than "", `acc` says whether the answer is correct, and `group_label_right` whether the label is.
+    A group without any answer has no verdict.
     """
     is_known = ground_truth != ""
     truth = ground_truth if is_known else "unknown"
-    results = [fapo.compute_score(data_source, text, truth) for text in solution_strs]
-    votes = collections.Counter()
-    for result in results:
-        if result["pred"] not in ("[INVALID]", ""):  # A response without an answer has no vote.
-            votes[result["pred"]] += 1
-    label, count = None, 0
-    if votes:
-        [(label, count)] = votes.most_common(1)
-    label_is_right = any(result["acc"] for result in results if result["pred"] == label)
-    for result in results:
-        result["score"] = -1.0 if votes else None
-        if result["pred"] == label:
-            result["score"] = 1.0
-        result["group_label"] = label
-        result["group_votes"] = count / len(results)
+    results = []
+    answers = []
+    for text in solution_strs:
+        results.append(fapo.compute_score(data_source, text, truth))
+        answers.append(fapo.find_answer(data_source, text[-fapo.TAIL_CHARS :]) or "")
+    # A response without an answer has no vote, because no answer is equal to an empty one.
+    votes_for = [[fapo.is_equal(other, answer) for other in answers] for answer in answers]
+    votes = max(votes_for, key=sum)
+    winner = dict(results[votes_for.index(votes)])
+    for result, vote in zip(results, votes):
+        result["score"] = 1.0 if vote else -1.0
+        result["group_label"] = winner["pred"]
+        if not any(votes):
+            result["score"] = result["group_label"] = None
+        result["group_votes"] = sum(votes) / len(votes)
         if is_known:
-            result["group_label_right"] = label_is_right
+            result["group_label_right"] = winner["acc"]
         else:
             result["acc"] = None
     return results

@@ -90,7 +90,7 @@ def test_remove_boxed():
         ("11\\sqrt2", "11\\sqrt{2}"),
         ("\\sqrt[3]{2}", "\\sqrt[3]{2}"),
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"),
-        ("\\text{Evelyn}", "Evelyn"),
+        ("\\text{Evelyn}", "evelyn"),
         ("the answer is $7$", "7"),
         ("3{,}5{,} 7", "3,5,7"),
         ("00", "0"),
@@ -143,6 +143,22 @@ def test_answers_in_one_normal_form_are_one_vote_and_empty_boxes_none(verifier):
     ]
     assert [info["acc"] for info in infos] == [True] * 3 + [False] * 4 and majority(infos)
     assert {info["pred"] for info in infos} == {r"\frac{1}{2}", "[INVALID]"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "truth", "right"),
+    [
+        (["neither", "neither", "Even", "even", "Even"], "even", True),
+        (["5 km", "5 cm", "5 cm"], "5 cm", True),
+        (["5 cm", "5 km", "5 km"], "5 cm", False),
+        (["y=5", "x=5", "x=5"], "x=5", True),
+    ],
+)
+def test_votes_for_the_majority_do_not_depend_on_their_order(answers, truth, right):
+    for _ in answers:
+        answers = answers[1:] + answers[:1]
+        infos = [scores.compute_score("x", f"\\boxed{{{answer}}}", truth) for answer in answers]
+        assert majority(infos) is right
 
 
 def test_unknown_verifiers_are_refused():

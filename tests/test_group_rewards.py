@@ -62,6 +62,22 @@ def test_majority_vote():
     assert of_all(results, "score") == of_all(results, "group_label") == [None, None]
 
 
+@pytest.mark.parametrize(
+    "answers, scores",
+    [
+        (["neither", "neither", r"\text{Even}", "even", "Even"], [-1, -1, 1, 1, 1]),
+        (["5 km", "5 cm", "5 cm", "7"], [-1, 1, 1, -1]),
+        (["5 cm", "5", "7", "7", "5 cm"], [1, 1, -1, -1, 1]),
+    ],
+)
+def test_votes_are_for_the_same_answer_if_the_rule_says_so(answers, scores):
+    for _ in answers:  # in any order
+        answers, scores = answers[1:] + answers[:1], scores[1:] + scores[:1]
+        responses = [f"\\boxed{{{answer}}}" for answer in answers]
+        results = group_rewards.majority_vote(solution_strs=responses, **ABOUT | {"ground_truth": ""})
+        assert of_all(results, "score") == scores
+
+
 def test_rule_and_variety():
     # The sequences of two words are "a b", "b \boxed{2}" | "a b", "b \boxed{1}" | only "\boxed{2}".
     responses = ["a b \\boxed{2}", "a b \\boxed{1}", "\\boxed{2}"]
