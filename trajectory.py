@@ -646,7 +646,7 @@ class Rollouts:
         ended = ""
         if follows_prompt:  # Its last message has ended.
             start = QUESTION
-            ended = self.written_after(start, [], opens=False)
+            ended = self.end_of_question()
         marked = [(role, CONTENT) for role, _ in replies]
         framed = self.written_after(start, marked)
         frames = framed.removeprefix(ended).split(CONTENT)
@@ -711,9 +711,16 @@ class Rollouts:
                 return rest.removeprefix(end)
         return texts[0]
 
+    def end_of_question(self) -> str:
+        """Return what follows a question before the next message. Phi-3's template may add an `eos_token`."""
+        ended = self.written_after(QUESTION, [], opens=False)
+        if not self.written_after(QUESTION, []).startswith(ended):
+            ended = ended.removesuffix(self.tokenizer.eos_token or "")
+        return ended
+
     def without_opening(self, prompt_ids: list[int]) -> list[int]:
         """Return a prompt without the opening of the policy's message, so that other messages can follow."""
-        ended = self.written_after(QUESTION, [], opens=False)
+        ended = self.end_of_question()
         opening = self.encode(self.written_after(QUESTION, []).removeprefix(ended))
         kept = len(prompt_ids) - len(opening)
         if prompt_ids[kept:] != opening:

@@ -1293,6 +1293,12 @@ SPECIAL = {
     "qwen3": ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>", "</tool_response>"],
     "gemma": ["<end_of_turn>", "<bos>", "<start_of_turn>"],
     "mistral": ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    "phi3": [
+        "<|end|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|tool|>",
+    ],  # Without an opening, it ends with eos_token.
 }
 END = {
     "chatml": "<|im_end|>",
@@ -1300,6 +1306,7 @@ END = {
     "qwen3": "<|im_end|>",
     "gemma": "<end_of_turn>",
     "mistral": "</s>",
+    "phi3": "<|end|>",
 }
 CASES = [(name, role) for name in SPECIAL for role in ("user", "tool") if (name, role) != ("gemma", "tool")]
 
@@ -1566,7 +1573,7 @@ def test_the_cost_of_replies_in_a_row_is_not_cubic(monkeypatch):
     assert {turn["tokens"] for turn in sample.turns[2:-1]} <= {9, 10}  # The frame is at both ends.
 
 
-@pytest.mark.parametrize("name", ["joins", "chatml", "llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["joins", "chatml", "llama3", "qwen3", "mistral", "phi3"])
 @pytest.mark.parametrize("roles", [("user",), ("tool",), ("tool", "tool")])
 def test_the_first_observation_of_an_environment_comes_before_the_policys_message(name, roles):
     tokenizer, end_text = of_template(name)
