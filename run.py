@@ -259,9 +259,11 @@ class Run:
             )
         self.val_rows = []  # (row, number of samples)
         for file in config.val_file:
-            path, n = re.fullmatch(r"(.*?)(?::([1-9]\d*))?", file).groups()
-            rows = load_rows(path, self.tokenizer, config, self.started)
+            path, n = re.fullmatch(r"(.*?)(?::(-?\d+))?", file).groups()
             n = int(n or config.val_n)
+            if not path or n < 1:
+                raise ValueError(f"--val-file {file}: must be FILE or FILE:N, with N of at least 1")
+            rows = load_rows(path, self.tokenizer, config, self.started)
             self.val_rows += [(row, n) for row in rows]
             prompts = {str(row["prompt"]) for row in rows}
             if n > 1 and len(rows) >= 2 * len(prompts):

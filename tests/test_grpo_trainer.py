@@ -1330,7 +1330,10 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(reward_fn="/nowhere.py:x"), "--reward-fn /nowhere.py:x: the file /nowhere.py does not exist"),
         (dict(reward_fn=f"{toy_world.__file__}:nothing"), "toy_world.py has no function nothing"),
         (dict(genrm=("nowhere",)), "--genrm nowhere: must be a folder with config.json"),
-        (dict(val_file=("val.parquet:0",)), "val.parquet:0: the name must end in .parquet, .jsonl"),
+        (
+            dict(val_file=("val.parquet:0",)),
+            "--val-file val.parquet:0: must be FILE or FILE:N, with N of at least 1",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(tmp_path, model, tokenizer, changes, message):
