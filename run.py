@@ -6,6 +6,7 @@ The function `train` in grpo_trainer.py uses this file, and shows the order of e
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -689,6 +690,12 @@ def first_cause(error: BaseException) -> BaseException:
 def template_options(config, tokenizer, now: datetime | None = None) -> dict:
     """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
     options = json_object("chat_template_kwargs", config.chat_template_kwargs)
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+    for name in options.keys() & taken:
+        raise ValueError(
+            f"--chat-template-kwargs: {name!r} is an argument of apply_chat_template, which the trainer "
+            "sets; pass only variables of the chat template"
+        )
     if now and "strftime_now" in str(tokenizer.chat_template):
         options = {"strftime_now": now.strftime} | options
     return options

@@ -154,6 +154,12 @@ def test_template_settings_that_are_no_json_object_are_refused(tmp_path, model, 
         prepared(tmp_path, model, tokenizer, chat_template_kwargs=text)
 
 
+@pytest.mark.parametrize("key", ["return_tensors", "padding", "add_generation_prompt", "tokenize"])
+def test_template_settings_that_the_trainer_sets_itself_are_refused(tmp_path, model, tokenizer, key):
+    with pytest.raises(ValueError, match=f"^--chat-template-kwargs: '{key}' is an argument of apply_chat"):
+        prepared(tmp_path, model, tokenizer, chat_template_kwargs=json.dumps({"documents": [], key: False}))
+
+
 @pytest.mark.parametrize("file", ["rows.parquet:0", "rows.parquet:-1", ":3"])
 def test_a_validation_file_without_a_name_or_a_sample_is_refused(tmp_path, model, tokenizer, file):
     with pytest.raises(ValueError, match=f"^--val-file {file}: must be FILE or FILE:N, with N of at least 1"):
