@@ -181,15 +181,17 @@ def check_columns(row: dict, needed, where: str) -> None:
             raise ValueError(f"{where}: the column {column!r} is missing; the row has only {names}")
     source, extra = row.get("data_source"), row.get("extra_info")
     if not isinstance(source, str):
-        raise ValueError(f"{where}: data_source is {source!r}; it must be a string that names the data set")
+        raise ValueError(
+            f"{where}: data_source is {source!r:.60}; it must be a string that names the data set"
+        )
     if not isinstance(extra, dict | None):
-        raise ValueError(f"{where}: extra_info is {extra!r}; it must be an object, such as {{}}")
+        raise ValueError(f"{where}: extra_info is {extra!r:.60}; it must be an object, such as {{}}")
     about = row.get("reward_model")
     truth = None
     if isinstance(about, dict):
         truth = about.get("ground_truth")
     if truth is None or truth != truth:  # Empty cells of a table may be NaN.
-        raise ValueError(f"{where}: reward_model is {about!r}; it needs a ground_truth")
+        raise ValueError(f"{where}: reward_model is {about!r:.60}; it needs a ground_truth")
 
 
 # --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------

@@ -574,6 +574,15 @@ def test_what_is_wrong_with_a_file_of_rows(tmp_path, name, text, message):
         read_rows(tmp_path / "nowhere.jsonl")
 
 
+@pytest.mark.parametrize("column", ["data_source", "extra_info", "reward_model"])
+def test_an_error_shows_only_the_beginning_of_a_long_value(tmp_path, column):
+    row = {"data_source": "code", "extra_info": {}, "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {column: ["x" * 9999]}))
+    with pytest.raises(ValueError, match=f"row 0: {column} is .'xxx") as caught:
+        read_rows(tmp_path / "a.jsonl", ["data_source"])
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 200
+
+
 def test_the_row_of_the_docs_is_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (REPO / "docs" / "data.md").read_text(), re.S)
