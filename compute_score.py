@@ -471,8 +471,8 @@ def find_answer(data_source: str, text: str) -> str | None:
         number = re.fullmatch(
             r"(?i)[\\$€£(* ]*+([-−+]?)[\\$€£ ]*(?=\.?[0-9])"
             r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?+)"
-            r"(?!,?\d|[\s*]*(?:(?:k|(?-i:[MB])|mil|bn|or|and|to(?!\s(?:be|the)\b))\b|dozen|hundred|thousand"
-            r"|million|billion|[²³¼-¾⅐-⅞&]))[^0-9]*",
+            r"(?!,?\d|[\s*-]*(?:(?:k|x|(?-i:[MBT]))\b(?!-)|(?:mil|bn|or|and|to(?!\s(?:be|the)\b))\b"
+            r"|dozen|hundred|thousand|million|billion|trillion|\\pi|[π²³¼-¾⅐-⅞&]))[^0-9]*",
             line,
         )
         if mark and number:  # "18 or 20", "1,2" and "5 million" are not answers.

@@ -254,6 +254,15 @@ def test_functions_built_on_these_refuse_misspelt_settings_too():
         ("#### 1234 to the nearest dollar", True),
         ("#### 1234B", False),
         ("#### 1234 bn", False),
+        ("#### 1234 trillion", False),
+        ("#### 1234T", False),
+        ("#### 1234 T-shirts", True),
+        ("#### 1234-and-a-half", False),
+        ("#### 1234-dollar", True),
+        ("#### 1234\\pi", False),
+        ("#### 1234 π", False),
+        ("#### 1234x", False),
+        ("#### 1234 x-rays", True),
         ("#### 1234 eggs (6 per day)", False),  # two numbers
     ],
 )
