@@ -100,9 +100,9 @@ _UNITS = _first_of_line("""
 units unit; dollars dollar; cents cent; percent; degrees; points; digits; ways; integers; multiples; th
 meters meter; cm centimeter centimeters; mm millimeter millimeters; km kilometer kilometers
 inches inch in "; feet foot ft; yards yard; miles mile
-kg kilogram kilograms; grams gram g; pounds pound lb lbs; liters liter
+kg kilogram kilograms; grams gram g; pounds pound lb lbs; ounces ounce oz; liters liter; gallons gallon
 seconds second; minutes minute min; hours hour hr hrs; days day; weeks week; months month; years year
-degreesC; degreesF; meals; edges; students; children; people; tickets
+degreesC; degreesF; radians radian; times; meals; edges; students; children; people; tickets
 """)
 _UNICODE = str.maketrans({"²": "^2", "³": "^3", "½": "\\frac12"})
 _TOKEN = re.compile(
@@ -200,9 +200,10 @@ _SPELLINGS = r"""
 START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
 (?<=\d)~(?=\\frac)                          →
 (^|[(\[{,\n=&\\]|matrix\})\\frac\{-((?:[^{}+-]|\{[^{}+-]*\})+)\} → \1-\\frac{\2}
-# x^{2}, +5, .5, 34.0, 025, a full stop; at the end (A)
+# x^{2}, +5, =5, .5, 34.0, 025, a full stop; at the end (A)
 ([\^_])\{(\w)\}(?!\w)                       → \1\2
 (^|[(\[,=])\+                               → \1
+^=                                          →
 (?<![\d.])\.(?=\d|\\overline)               → 0.
 (\.\d*?)0+(?!\d|\\overline|\\dot|\\ldots)   → \1
 \.(?!\d|\\overline|\\dot)                   →
@@ -219,7 +220,7 @@ sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →
 ^(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
-^\(?([A-J])\)?:?$                           → \1
+^(?:Option)?\(?([A-J])\)?:?$                → \1
 """
 _NEGATION = r"\b(?:not|no\b|never|neither|nor\b|none|cannot|isn|without|wrong|false)"
 for _short, _long in {

@@ -409,6 +409,10 @@ x \textless 5 | x \textgreater 5
 y"+y=0 | y+y=0
 y"+y"'=0 | y+y'=0
 y" | y
+5\text{ ounces} | 5\text{ gallons}
+5\times | 5
+=x | =y
+\text{Option A} | B
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -516,6 +520,14 @@ x\textsuperscript{10} | x^{10}
 4" | 4
 4" | 4\text{ inches}
 .\overline{3} | 0.\overline{3}
+5\text{ ounces} | 5
+2\text{ gallons} | 2
+\frac{\pi}{2}\text{ radians} | \frac{\pi}{2}
+5\text{ times} | 5
+=5 | 5
+=\frac12 | x=\frac{1}{2}
+\text{Option A} | A
+\text{Option (B)} | B
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
