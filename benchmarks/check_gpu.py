@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -58,6 +58,7 @@ from tools import plan_run
 import reward_loop
 from prepare_data import write_table
 from toy import toy_world, warm_start
+from cluster.placement import Reservation, process_specs
 from cluster.policy_group import PolicyGroup
 from cluster.servers import ClusterServers
 from rollout import PolicyServers, rollout_hf, rollout_vllm
@@ -328,33 +329,31 @@ def check_speed(work: Path, device=GPU, count=512, length=512):
     Bare vLLM gets the same requests without router and log-probabilities. As in all runs on GPUs, the policy
     is a rank, and the server is a Ray actor.
     """
-    config = config_of(work / "model", device=device.type, policy_gpu_share=1 - SHARE)
+    shares = dict(policy_gpu_share=1 - SHARE, rollout_gpu_share=SHARE)
+    config = config_of(work / "model", device=device.type, rollout="vllm", **shares)
     tokenizer, samples = AutoTokenizer.from_pretrained(config.model), samples_of(work, count // 8)
     reward_loop.connect_ray()
-    group = PolicyGroup(config, config.model)
-    try:
-        settings = genrm_server.Config(
-            model="", gpu_share=SHARE, max_model_len=2 * length, queue_timeout=240, log_dir=work / "speed"
-        )
+    with contextlib.ExitStack() as stack:
+        reservation = Reservation(process_specs(config))  # for the rank and the server
+        stack.callback(reservation.close)
+        group = PolicyGroup(config, config.model, reservation)
+        stack.callback(group.shutdown)
+        settings = replace(config.policy_servers(), max_model_len=2 * length, log_dir=work / "speed")
         servers, ready, *_ = measure(device, partial(ClusterServers, group, tokenizer, settings))
+        stack.callback(servers.shutdown)
         options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)
-        try:
-            rollout_vllm(servers, samples[:8], max_response_length=8, **options)  # warms up
-            _, seconds, *_ = measure(
-                device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
-            )
-            text = f"{count * length / seconds:,.0f} tokens/s, ready after {ready:.0f} s"
-            yield f"{count} samples of {length} tokens", True, text
-            _, bare, *_ = measure(device, lambda: ask_bare(servers, samples, length))
-            text = f"{bare / seconds:.2f} times {count * length / bare:,.0f} tokens/s, expected 0.95"
-            yield "tokens/s, as a fraction of those of bare vLLM", bare / seconds > 0.95, text
-            first, again = (measure(device, servers.sync)[1] for _ in range(2))
-            sent = 2e-9 * group.model_info()["numel"] / again
-            yield "weight sync", True, f"{again:.2f} s (first {first:.2f} s), {sent:.2f} GB/s"
-        finally:
-            servers.shutdown()
-    finally:
-        group.shutdown()
+        rollout_vllm(servers, samples[:8], max_response_length=8, **options)  # warms up
+        _, seconds, *_ = measure(
+            device, lambda: rollout_vllm(servers, samples, max_response_length=length, **options)
+        )
+        text = f"{count * length / seconds:,.0f} tokens/s, ready after {ready:.0f} s"
+        yield f"{count} samples of {length} tokens", True, text
+        _, bare, *_ = measure(device, lambda: ask_bare(servers, samples, length))
+        text = f"{bare / seconds:.2f} times {count * length / bare:,.0f} tokens/s, expected 0.95"
+        yield "tokens/s, as a fraction of those of bare vLLM", bare / seconds > 0.95, text
+        first, again = (measure(device, servers.sync)[1] for _ in range(2))
+        sent = 2e-9 * group.model_info()["numel"] / again
+        yield "weight sync", True, f"{again:.2f} s (first {first:.2f} s), {sent:.2f} GB/s"
 
 
 def ask_bare(servers, samples, length: int) -> None:

@@ -106,8 +106,8 @@ def test_room_for_keys_and_values_beside_the_plan(tokens, holds):
 
 @pytest.mark.parametrize("seconds, holds", [(4.0, True), (8.0, False)])
 def test_the_speed_beside_that_of_bare_vllm(work, monkeypatch, seconds, holds):
-    """Use simulated servers to test their order and the ratio. Bare vLLM takes 3.9 s."""
-    started, times_of = [], [seconds, 3.9, 1.0, 0.5]
+    """Use simulated processes to test their order and the ratio. Bare vLLM takes 3.9 s."""
+    started, times_of, reserved = [], [seconds, 3.9, 1.0, 0.5], []
 
     class Played:
         def __init__(self, learner, tokenizer, settings):
@@ -119,10 +119,15 @@ def test_the_speed_beside_that_of_bare_vllm(work, monkeypatch, seconds, holds):
         def sync(self):
             started.append("new weights")
 
+    def reserve(specs):
+        reserved.append(layout(specs, 1))  # ValueError if the processes do not fit on one GPU
+        return SimpleNamespace(close=lambda: started.append("all free"))
+
     group = SimpleNamespace(model_info=lambda: {"numel": 10**9}, shutdown=lambda: started.append("no rank"))
-    times = {"ClusterServers": Played, "PolicyGroup": lambda config, source: group, "ask_bare": print}
-    times["rollout_vllm"] = lambda servers, samples, **options: None
-    for name, played in times.items():
+    plays = {"ClusterServers": Played, "PolicyGroup": lambda *_: group, "ask_bare": print}
+    plays["rollout_vllm"] = lambda servers, samples, **options: None
+    plays["Reservation"] = reserve
+    for name, played in plays.items():
         monkeypatch.setattr(check_gpu, name, played)
     monkeypatch.setattr(check_gpu.reward_loop, "connect_ray", lambda: None)
 
@@ -131,8 +136,11 @@ def test_the_speed_beside_that_of_bare_vllm(work, monkeypatch, seconds, holds):
         return function(), took, 0.0, 0.0
 
     monkeypatch.setattr(check_gpu, "measure", measured)
-    own, bare, sync = check_gpu.check_speed(work, CPU, count=16, length=8)
-    assert started[0].vllm_args == () and started[1:] == ["new weights"] * 2 + ["ended", "no rank"]
+    own, bare, sync = check_gpu.check_speed(work, check_gpu.GPU, count=16, length=8)
+    assert started[0].vllm_args == ()
+    assert started[1:] == ["new weights"] * 2 + ["ended", "no rank", "all free"]
+    (((bundle,), placed),) = reserved  # The rank and the server share one reservation.
+    assert bundle["GPU"] == 1 and set(placed) == {("rank", 0), ("policy server", 0)}
     assert own[1] and own[2].startswith(f"{128 / seconds:,.0f} tokens/s"), own
     assert bare[1] is holds and bare[2].startswith(f"{3.9 / seconds:.2f} times 33 tokens/s"), bare
     assert sync == ("weight sync", True, "0.50 s (first 1.00 s), 4.00 GB/s")
