@@ -135,19 +135,31 @@ def resolve_config(config: Config, follow_links: bool = False) -> Config:
 
 
 def choose_device() -> str:
-    """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if there is an unusable GPU."""
+    """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if there is an unusable GPU.
+
+    A build of PyTorch for CPUs and an empty CUDA_VISIBLE_DEVICES ask for the CPU.
+    """
     import torch
 
     if torch.cuda.is_available():
         return "cuda"
+    if not torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
     with contextlib.suppress(OSError):  # nvidia-smi may not be installed.
         if b"GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout:
             raise ValueError(
-                f"--device auto: nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install "
-                "a vLLM version for this GPU driver (see requirements.txt), or pass --device cpu with "
-                "requirements-cpu.txt installed"
+                f"nvidia-smi shows a GPU that torch {torch.__version__} cannot use; install a vLLM version "
+                "for this GPU driver (see requirements.txt), or requirements-cpu.txt in another environment"
             )
     return "cpu"
+
+
+def count_gpus() -> float:
+    """Return the number of GPUs of the Ray cluster, or 0 if PyTorch is a build for CPUs."""
+    import ray
+    import torch
+
+    return ray.cluster_resources().get("GPU", 0) if torch.version.cuda else 0
 
 
 def refuse_gpu_build(remedy: str) -> None:

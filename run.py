@@ -40,6 +40,7 @@ from causal_lm import (
     read_config,
     rotary_embeddings,
 )
+from genrm_server import count_gpus
 from policy import Policy, RanksLost
 from prepare_data import checked_row, errors_at, read_rows
 from rollout import PolicyServers, check_sampling
@@ -463,7 +464,7 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.interrupts = Interrupts()  # After Ray's start, because Ray also sets signal handlers.
-        self.config = config = self.config.resolved(ray.cluster_resources().get("GPU", 0))
+        self.config = config = self.config.resolved(count_gpus())
         if config.rollout == "vllm":
             replace(config.policy_servers(), model=self.base_model, device=config.device).check()
         self.reservation = None  # On a CPU, each process reserves its own resources.

@@ -168,7 +168,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     wandb: bool = False
     dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
 
-    # Device of the policy; auto: cuda if the Ray cluster has GPUs, otherwise cpu.
+    # Device of the policy; auto: cuda if the Ray cluster has GPUs that PyTorch can use, otherwise cpu.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Number of processes (ranks) over which FSDP2 shards the policy. On GPUs, each is a Ray actor
     # with --policy-gpu-share of a GPU.
@@ -274,7 +274,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         )
 
     def resolved(self, gpus: float) -> "Config":
-        """Return this configuration with every "auto" replaced, given the number of GPUs that Ray has."""
+        """Return this configuration with every "auto" replaced, given the number of GPUs (count_gpus)."""
         device = self.device
         if device == "auto":
             device = "cuda" if gpus else "cpu"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from genrm_server import Config, ModelServers, VllmServer, resolve_config
+from genrm_server import Config, ModelServers, VllmServer, count_gpus, resolve_config
 
 # Each process reserves less than one CPU in Ray, so that a laptop has room for all of them.
 RANK_CPUS = 0.25
@@ -74,7 +74,7 @@ def process_specs(config) -> dict[str, ProcessSpec]:
 
 def with_device(config: Config) -> Config:
     """Replace the device auto with cuda if the cluster has a GPU, even if this machine has none."""
-    if config.device == "auto" and ray.cluster_resources().get("GPU"):
+    if config.device == "auto" and count_gpus():
         return replace(config, device="cuda")
     return config
 

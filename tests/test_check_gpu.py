@@ -181,6 +181,7 @@ def test_the_whole_runs_have_flags_that_the_trainer_takes_and_fit_on_their_gpus(
     flags, gpus, _ = check_gpu.RUNS[name]
     config = tyro.cli(grpo_trainer.Config, args=[*shlex.split(check_gpu.RUN + flags), "--out-dir", name])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(gpus)})
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     specs = process_specs(config.resolved(gpus))
     assert sum(bundle["GPU"] for bundle in layout(specs, gpus)[0]) == gpus
     assert config.rollout_vllm_args == "--enforce-eager"

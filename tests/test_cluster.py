@@ -234,12 +234,14 @@ import sys
 import tempfile
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import ray
+import torch
 from ray.cluster_utils import Cluster
 import forked
 import run
 from tools import plan_run
 from test_recipes import commands, parse
 run.check_room = lambda *_, **__: None  # of the disk
+torch.version.cuda = "13.0"  # as a build of PyTorch that can use the GPUs
 forked.small_ray()
 cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=8, num_gpus=8, include_dashboard=False))
 ray.init(cluster.address, logging_level="error", log_to_driver=False)

@@ -400,14 +400,20 @@ def test_servers_that_share_a_gpu(stand_in, monkeypatch):
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
+    """A build of PyTorch for CPUs and an empty CUDA_VISIBLE_DEVICES ask for the CPU."""
     program = stand_in.parent / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
     program.chmod(0o755)
     assert resolve_config(settings(stand_in, device="auto")).device == "cpu"
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(ValueError, match="--device auto: nvidia-smi shows a GPU.*, or pass --device cpu"):
+    assert resolve_config(settings(stand_in, device="auto")).device == "cpu"
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    remedies = "install a vLLM version for this GPU driver .*, or requirements-cpu.txt in another environment"
+    with pytest.raises(ValueError, match=f"nvidia-smi shows a GPU that torch .* cannot use; {remedies}"):
         resolve_config(settings(stand_in, device="auto"))
     assert resolve_config(settings(stand_in)).device == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_config(settings(stand_in, device="auto")).device == "cpu"
 
 
 def test_a_build_of_vllm_for_gpus_serves_nothing_on_a_cpu(stand_in, monkeypatch):

@@ -158,6 +158,7 @@ def test_what_does_not_fit_is_refused_in_one_line_with_what_was_tried(specs, gpu
 
 def test_the_parts_of_a_run(monkeypatch):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     changes = dict(device="cuda", rollout="vllm", policy_ranks=4, policy_gpu_share=0.5, rollout_servers=2)
     changes |= dict(rollout_tensor_parallel=2, genrm=("j", "rm=r"), genrm_servers=3, genrm_gpu_share=0.25)
     specs = process_specs(config_of(**changes))
@@ -167,11 +168,14 @@ def test_the_parts_of_a_run(monkeypatch):
     assert asleep["genrm"] == Spec(3, 0.5, ASLEEP, awake=0.25) and asleep["policy server"].gpus == 2.0
     own = process_specs(config_of(**changes | {"genrm_gpu_share": 1.0}, reward_mode="colocate"))
     assert own["genrm"].gpus == 1.0  # the judge has a GPU alone, so it need not sleep
+    monkeypatch.setattr("torch.version.cuda", None)  # Ray counts GPUs that this PyTorch cannot use.
+    assert process_specs(config_of(**changes))["genrm"].gpus == 0
 
 
 @pytest.fixture
-def ray_with(small_ray):
-    """Start a Ray cluster that claims to have this many GPUs."""
+def ray_with(small_ray, monkeypatch):
+    """Start a Ray cluster that claims to have this many GPUs, with a PyTorch that claims to use them."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
 
     def start(gpus):
         quiet = dict(include_dashboard=False, log_to_driver=False, logging_level="error")

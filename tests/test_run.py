@@ -113,6 +113,19 @@ def test_servers_that_would_use_a_gpu_despite_device_cpu_are_refused_first(
         pass
 
 
+def test_a_build_of_pytorch_for_cpus_trains_on_the_cpu_although_ray_counts_a_gpu(
+    tmp_path, model, tokenizer, monkeypatch
+):
+    def note_start(config, *_):
+        raise RuntimeError(config.device)
+
+    monkeypatch.setattr(reward_loop, "connect_ray", lambda: False)
+    monkeypatch.setattr(run_file.ray, "cluster_resources", lambda: {"GPU": 1})
+    monkeypatch.setattr(run_file, "note_start", note_start)
+    with pytest.raises(RuntimeError, match="^cpu$"), prepared(tmp_path, model, tokenizer, device="auto"):
+        pass
+
+
 def test_sigterm_during_the_start_ends_the_run_as_ctrl_c_does(tmp_path, model, tokenizer, monkeypatch):
     """With Ray's own handler, the process ended with a stack trace or an abort."""
     monkeypatch.setattr(reward_loop, "connect_ray", lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))

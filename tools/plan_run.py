@@ -53,6 +53,7 @@ from transformers import AutoModelForCausalLM
 import reward_loop
 from causal_lm import LOGITS_AT_ONCE, add_adapters, layers_of, read_config, set_dtypes
 from cluster.placement import ProcessSpec, Reservation, layout, process_specs
+from genrm_server import count_gpus
 from policy import TOKENS_PER_PASS
 from run import Run
 
@@ -402,7 +403,7 @@ def main(config: Config) -> None:
             )
         run = Run(dataclasses.replace(config, dry_run=True))
         started = not config.gpus and reward_loop.connect_ray()
-        gpus = sum(config.gpus) or ray.cluster_resources().get("GPU", 0)
+        gpus = sum(config.gpus) or count_gpus()
         num_validation = sum(n for _, n in run.val_rows)
         print(report(config.resolved(gpus), len(run.train_rows), num_validation))
         if started:
