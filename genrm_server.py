@@ -103,7 +103,8 @@ class Config:
             if flag in re.split(r"[\s=]", self.router_args.replace("_", "-")):  # tyro accepts both spellings
                 raise ValueError(f"--router-args {flag}: pass {flag} to genrm_server.py itself")
         if self.device == "cpu":
-            refuse_gpu_build("--rollout hf or " if self.flag_prefix == "rollout-" else "")
+            remedy = "--rollout hf or " if self.flag_prefix == "rollout-" else ""
+            refuse_gpu_build("--device cpu: ", f"; pass {remedy}--device cuda")
 
 
 def resolve_config(config: Config, follow_links: bool = False) -> Config:
@@ -131,6 +132,8 @@ def resolve_config(config: Config, follow_links: bool = False) -> Config:
             config.model = os.path.realpath(path)
     if config.device == "auto":
         config.device = choose_device()
+        if config.device == "cpu":
+            refuse_gpu_build("", ", but PyTorch finds none; make one visible")
     return config
 
 
@@ -162,7 +165,7 @@ def count_gpus() -> float:
     return ray.cluster_resources().get("GPU", 0) if torch.version.cuda else 0
 
 
-def refuse_gpu_build(remedy: str) -> None:
+def refuse_gpu_build(flag: str, remedy: str) -> None:
     """Raise ValueError if the installed vLLM is a build for GPUs, which has no flag to run on a CPU."""
     from importlib import metadata
 
@@ -170,8 +173,8 @@ def refuse_gpu_build(remedy: str) -> None:
         version = metadata.version("vllm")
         if "cpu" not in version:
             raise ValueError(
-                f"--device cpu: vLLM {version} runs only on GPUs; pass {remedy}--device cuda, or install "
-                "requirements-cpu.txt in another environment"
+                f"{flag}vLLM {version} runs only on GPUs{remedy}, or install requirements-cpu.txt in another "
+                "environment"
             )
 
 

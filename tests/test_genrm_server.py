@@ -424,6 +424,10 @@ def test_a_build_of_vllm_for_gpus_serves_nothing_on_a_cpu(stand_in, monkeypatch)
         ModelServers(settings(stand_in))
     with pytest.raises(ValueError, match="runs only on GPUs; pass --rollout hf or --device cuda, or install"):
         settings(stand_in, flag_prefix="rollout-").check()
+    with pytest.raises(
+        ValueError, match="^vLLM 0.32.0 runs only on GPUs, but PyTorch finds none; make one vis"
+    ):
+        resolve_config(settings(stand_in, device="auto"))
     assert resolve_config(settings(stand_in, device="cuda")).device == "cuda"
     monkeypatch.setattr("importlib.metadata.version", {"vllm": "0.32.0+cpu"}.get)
     assert resolve_config(settings(stand_in)).device == "cpu"
