@@ -518,12 +518,18 @@ class Run:
         except (ValueError, RanksLost):
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
-            why = reward_worker.error_line(first_cause(error)).rpartition(r"\n")[2]
-            if re.search("(?i)out of memory|can('t|not) allocate memory", why):
+            lines = reward_worker.error_line(first_cause(error))
+            if re.search("(?i)out of memory|can('t|not) allocate memory", lines):
                 raise RuntimeError(
-                    f"not enough memory for the policy ({why}); stop other programs that use the memory, or "
-                    "estimate what the run needs with python -m tools.plan_run"
+                    f"not enough memory for the policy ({lines}); stop other programs that use the memory, "
+                    "or estimate what the run needs with python -m tools.plan_run"
                 ) from error
+            if re.search("CUDA|NCCL|NVIDIA driver", lines):
+                raise RuntimeError(
+                    f"the GPU, its driver or NCCL failed ({lines}); run make check-gpu, and with several "
+                    "ranks set NCCL_DEBUG=INFO to see NCCL's messages"
+                ) from error
+            why = lines.rpartition(r"\n")[2]
             if re.search("lacks resources|network interface", why):
                 raise
             remedy = "check that its config.json, its weights and --max-positions belong together"

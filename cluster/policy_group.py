@@ -164,7 +164,7 @@ class PolicyGroup:
         if not isinstance(error, ray.exceptions.RayActorError):
             return error
         # The constructor failed. Ray keeps only the error's text; its last line with a name has the cause.
-        named = re.findall(r"^(?:\w+\.)*(\w+): (.*)", str(error), re.MULTILINE)
+        named = re.findall(r"^(?:\w+\.)*([A-Z]\w*): (.*)", str(error), re.MULTILINE)
         kind, text = named[-1] if named else ("", str(error))
         if kind == "ValueError":
             return ValueError(text)

@@ -397,6 +397,16 @@ def test_what_is_not_finite_stops_all_ranks_and_a_bad_model_is_refused_by_name(
         group_of(500)
 
 
+def test_nccl_is_named_if_it_stops_a_constructor(group_of, monkeypatch):
+    class Failing(RankedPolicy):
+        def __init__(self, *_):
+            raise dist.DistBackendError("NCCL error in: x.cpp:9\nncclSystemError: System call\nLast error:\n")
+
+    monkeypatch.setattr(policy_group, "RankedPolicy", Failing)
+    with pytest.raises(RuntimeError, match="^NCCL error in: x.cpp:9$"):
+        group_of(1)
+
+
 def test_a_sharded_model_with_its_own_code_is_saved_and_served_with_this_code(
     model, tokenizer, one_rank, tmp_path, monkeypatch
 ):
