@@ -576,14 +576,15 @@ def checkpointed_layers(model):
     finally:
         model.shares_prompts = shares
         for layer in layers:
-            del layer.forward
+            layer.forward = layer.forward.args[0]
 
 
 def compile_layers(model, backend="inductor") -> None:
     """Compile each layer, which fuses its element-wise operations. Prompts are then not shared."""
     model.shares_prompts = False  # A cache as an argument would lead to further compilations.
     for layer in layers_of(model, "--compile-layers"):
-        layer.compile(backend=backend, dynamic=True)
+        # Unlike what layer.compile() does, this also compiles a layer inside torch's checkpoint function.
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
 
 
 def layers_of(model, flag: str) -> list:
