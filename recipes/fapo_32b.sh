@@ -5,9 +5,10 @@
 # --val-file data/aime24_test.parquet data/aime25_test.parquet
 #
 # Hardware: four nodes with eight 80 GB GPUs each (docs/cluster.md). The run has 16 policy ranks, six policy servers
-# with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (130 to
-# 400 GB on the nodes with ranks). On two nodes, pass --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. To
-# check memory and placement, set TRAINER="-m tools.plan_run".
+# with two GPUs each, and four judges. Between updates, weights and optimizer states are in host memory (210 to 430 GB
+# on the nodes with ranks). The node of rank 0 needs another 130 GB for each checkpoint, and each node with policy
+# servers 66 GB in /dev/shm. On two nodes, pass --policy-ranks 8 --rollout-servers 3 --genrm-servers 2. To check memory
+# and placement, set TRAINER="-m tools.plan_run".
 # Disk: 1.2 TB in OUT (two checkpoints of 390 GB, and a third while it is being written), 74 GB for the models
 # (66 GB with JUDGE).
 # Pass --model as a folder on the shared file system. A Hub name is downloaded on each node, unless HF_HOME was

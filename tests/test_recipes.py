@@ -22,7 +22,7 @@ import pytest
 import ray
 import torch
 import tyro
-from transformers import AutoConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
 from algorithm import loss_function
 from cluster.placement import layout, process_specs
@@ -214,16 +214,43 @@ def test_a_plan_for_two_nodes_keeps_each_server_on_one_of_them(shapes):
         plan_of(shapes, "--rollout-tensor-parallel", "4", "--gpus", "3", "3", "2")
 
 
+def weights_of_7b():
+    with torch.device("meta"):
+        return list(Qwen2ForCausalLM(QWEN_7B).parameters())
+
+
 def test_the_ranks_of_a_node_share_its_memory(shapes):
     memory = 1e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     more = ["--rollout", "vllm", "--policy-ranks"]
     text = plan_of(shapes, *more, "8", "--device", "cpu", "--gpus", "1")
     assert f"of {memory / 8:.1f} GB on each of 8 ranks, cpu: too little memory" in text
     text = plan_of(shapes, *more, "6", "--device", "cuda", "--policy-offload", "--gpus", "3", "4")
-    of_rank = map(float, re.findall(r"([\d.]+) GB  in host memory, for each rank: ", text))
+    of_rank, once = (
+        sum(map(float, re.findall(rf"([\d.]+) GB  in host memory, {kind}: ", text)))
+        for kind in ("for each rank", "once")
+    )
     said = re.search(r"([\d.]+) GB  in host memory of a node with (\d) of the ranks, of (.*) GB on", text)
-    assert float(said[1]) == pytest.approx(int(said[2]) * sum(of_rank), abs=0.1)
+    assert float(said[1]) == pytest.approx(int(said[2]) * of_rank + once, abs=0.1)
     assert said[2] == "3" and said[3] == f"{memory:.1f}"
+    numel = sum(map(torch.numel, weights_of_7b()))
+    assert once == pytest.approx(6e-9 * numel, abs=0.02)  # a checkpoint in float32, served weights in bf16
+
+
+def test_offloaded_shards_take_powers_of_two(shapes):
+    """torch rounds up each allocation of page-locked memory, for weights and gradients, but not for Adam."""
+    sizes = [weight.nbytes / 6 for weight in weights_of_7b()]
+    rounded = 0.0
+    for size in sizes:
+        power = 1
+        while power < size:
+            power *= 2
+        rounded += 1e-9 * power
+    more = ["--policy-ranks", "6", "--device", "cuda", "--policy-offload", "--gpus", "7"]
+    lines = re.findall(r"([\d.]+) GB  in host memory, for each rank: (.*)", plan_of(shapes, *more))
+    found = {name: float(gb) for gb, name in lines}
+    expected = {"weights": rounded, "gradients": rounded, "Adam": 2e-9 * sum(sizes)}
+    expected["buffers of the loaded weights (bf16)"] = rounded / 2
+    assert found == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("gpus, fits", [(4, True), (12, False), (7, False)])  # 28 heads, 4 key heads

@@ -62,6 +62,7 @@ SHARED = 0.97  # largest sum of the shares of a GPU (docs/training.md)
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
 VLLM_SEQUENCES = 1024, 256  # vLLM's default --max-num-seqs on GPUs of at least 70 GiB, and on smaller ones
 IN_HOST = "in host memory, for each rank"  # with --policy-offload
+ON_NODE = "in host memory, once"
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p
 
 
@@ -72,7 +73,8 @@ def shape_of(config):
 def count_parameters(config, device: str = "cpu") -> tuple:
     """Return the sizes of the model, its trained parameters, its largest layer, and its other parts.
 
-    The unit is 4 bytes. The sizes are NaN if the model cannot be built without its weights.
+    The last two sizes are those of a rank's shards and of their gradients in page-locked memory. The unit is
+    4 bytes. The sizes are NaN if the model cannot be built without its weights.
     """
     try:
         with torch.device("meta"):
@@ -85,13 +87,19 @@ def count_parameters(config, device: str = "cpu") -> tuple:
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
         total = sum_of_sizes(model)
     except Exception:  # Code of a model may raise any exception.
-        return math.nan, math.nan, math.nan, math.nan
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return total, trained, max(layers), total - sum(layers)
+        return (math.nan,) * 6
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    pinned = [pinned_size(parameters, config.policy_ranks) for parameters in (model.parameters(), trained)]
+    return total, sum(map(torch.numel, trained)), max(layers), total - sum(layers), *pinned
 
 
 def sum_of_sizes(module) -> float:
     return sum(parameter.nbytes / 4 for parameter in module.parameters())
+
+
+def pinned_size(parameters, ranks: int) -> float:
+    """Return the size of a rank's shards in page-locked memory. torch rounds each up to a power of two."""
+    return sum(2 ** math.ceil(math.log2(parameter.nbytes / ranks)) / 4 for parameter in parameters)
 
 
 def cache_of(text, gpus: int = 1) -> int:
@@ -135,7 +143,7 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
     "update: ..." and "rollout: ..." do not exist at the same time.
     """
     text = shape_of(config).get_text_config()
-    weights, trained, largest_layer, rest = count_parameters(config, device)
+    weights, trained, largest_layer, rest, *pinned = count_parameters(config, device)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
     samples = max(config.train_batch_size * config.group_size, num_validation)
@@ -147,11 +155,18 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
         activations = math.nan
         cache = math.nan
     where = ""
+    shards = [weights / config.policy_ranks, trained / config.policy_ranks]
+    numbers = {}
     if config.policy_offload and device == "cuda":
         where = f"{IN_HOST}: "
-    numbers = {
-        f"{where}weights": weights / config.policy_ranks,
-        f"{where}gradients": trained / config.policy_ranks,
+        shards = pinned
+        numbers[f"{ON_NODE}: weights while the first rank writes a checkpoint"] = trained
+        numbers[f"{ON_NODE}: weights for the policy's servers"] = weights / 2
+        if not config.lora_rank:
+            numbers[f"{where}buffers of the loaded weights (bf16)"] = pinned[0] / 2
+    numbers |= {
+        f"{where}weights": shards[0],
+        f"{where}gradients": shards[1],
         f"{where}Adam": 2 * trained / config.policy_ranks,
     }
     if config.kl_coef and not config.lora_rank:
@@ -212,7 +227,7 @@ def report(config, num_rows: int, num_validation: int = 0) -> str:
             continue
         lines.append(f"{gb:9.2f} GB  {name}")
         totals[name.rpartition(": ")[0]] += gb
-    in_host = ranks * totals[IN_HOST]
+    in_host = ranks * totals[IN_HOST] + totals[ON_NODE]
     if in_host:
         fits = "it fits"
         if in_host > memory:
