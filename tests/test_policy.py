@@ -444,6 +444,24 @@ def test_prompts_are_not_shared_where_the_model_says_something_else_then(model, 
     assert not policy_of(model).model.shares_prompts
 
 
+def test_large_logits_of_a_model_in_bf16_are_no_reason_to_reject_it(monkeypatch):
+    """On a GPU, a model's own logits are in bf16: above 64, they are multiples of 0.5.
+
+    The bias of the head moves all logits, which changes no log-probability. Another head is still rejected.
+    """
+    shape = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    of_phi = of_family("phi", vocab_size=1000, **shape)
+    torch.nn.init.constant_(of_phi.lm_head.bias, -80.0)
+    of_phi.shares_prompts = False
+    monkeypatch.setattr(causal_lm, "precision", lambda device: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setitem(causal_lm.ALLOWED_DIFFERENCE, "cpu", causal_lm.ALLOWED_DIFFERENCE["cuda"])
+    causal_lm.check_logprobs(causal_lm.logprobs_and_entropy, of_phi, "phi", CPU)
+    right = causal_lm.logits_of
+    monkeypatch.setattr(causal_lm, "logits_of", lambda *arguments: 1.5 * right(*arguments))
+    with pytest.raises(ValueError, match="^--model phi: PhiForCausalLM cannot be trained"):
+        causal_lm.check_logprobs(causal_lm.logprobs_and_entropy, of_phi, "phi", CPU)
+
+
 def test_a_step_without_the_speed_ups_is_the_same_step(model, monkeypatch):
     """Compare rollouts, update and metrics with and without shared prompts and a preallocated cache."""
     found = []
