@@ -165,6 +165,18 @@ def count_gpus() -> float:
     return ray.cluster_resources().get("GPU", 0) if torch.version.cuda else 0
 
 
+# If this variable is set, Ray shows all GPUs of the node to each actor.
+ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def check_own_gpus() -> None:
+    """Raise ValueError if this actor does not see only its own GPUs."""
+    if os.environ.get(ALL_GPUS, "").lower() in ("1", "true"):
+        raise ValueError(
+            f"{ALL_GPUS} is set, so all processes of a node would use one GPU; unset it before ray start"
+        )
+
+
 def refuse_gpu_build(flag: str, remedy: str) -> None:
     """Raise ValueError if the installed vLLM is a build for GPUs, which has no flag to run on a CPU."""
     from importlib import metadata
@@ -765,6 +777,8 @@ class VllmServer(Process):
     def __init__(self, config, index: int, part: int, parts: int, gpus: str = "", driver_node: str = ""):
         import router
 
+        if driver_node and config.device == "cuda":
+            check_own_gpus()
         self.model = config.model
         self.host = "127.0.0.1"
         if driver_node and self.node() != driver_node:  # Ray may restart the actor on another node.

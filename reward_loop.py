@@ -911,6 +911,8 @@ def connect_ray() -> bool:
                 break
         else:
             address = "local"
+    # With this variable, which scripts of other programs set, all actors would use the first GPU.
+    os.environ.pop("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", None)
     # Otherwise, actors would import files of the working directory, such as another policy.py, before ours.
     config = JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd(), str(HERE)])
     # The processes of Ray inherit the blocked signal, and outlive the terminal until the run is saved.

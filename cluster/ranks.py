@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from causal_lm import layers_of, logprobs_and_entropy, set_dtypes
 from cluster.weights import send
 from policy import Policy, Sample, micro_batches
+from genrm_server import check_own_gpus
 from reward_worker import check_files
 from rollout import served_weights
 from weight_sums import summed
@@ -49,8 +50,10 @@ class RankedPolicy(Policy):
     def __init__(self, config, source: str, device: torch.device, ranks: "Ranks"):
         self.ranks = ranks
         self.is_main_rank = ranks.rank == 0
-        if device.type == "cuda" and config.policy_gpu_share < 1:
-            torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
+        if device.type == "cuda":
+            check_own_gpus()
+            if config.policy_gpu_share < 1:
+                torch.cuda.set_per_process_memory_fraction(config.policy_gpu_share, device)
         self.is_sharded = ranks.count > 1 or config.policy_offload
         if self.is_sharded or config.num_threads:
             threads = config.num_threads

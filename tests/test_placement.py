@@ -20,7 +20,7 @@ from cluster.placement import SLEEPER_GPUS as ASLEEP
 from cluster.placement import ProcessSpec as Spec
 from cluster.placement import Reservation, layout, process_specs
 from cluster.ranks import RankedPolicy, Ranks
-from genrm_server import SLEEP
+from genrm_server import SLEEP, Config, VllmServer
 from policy import Policy
 from run import Run
 from test_genrm_server import stand_in, told  # noqa: F401
@@ -170,6 +170,16 @@ def test_the_parts_of_a_run(monkeypatch):
     assert own["genrm"].gpus == 1.0  # the judge has a GPU alone, so it need not sleep
     monkeypatch.setattr("torch.version.cuda", None)  # Ray counts GPUs that this PyTorch cannot use.
     assert process_specs(config_of(**changes))["genrm"].gpus == 0
+
+
+def test_a_process_that_would_use_the_first_gpu_of_the_node_is_refused(monkeypatch):
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    for start in (
+        lambda: RankedPolicy(config_of(), "model", torch.device("cuda:0"), Ranks()),
+        lambda: VllmServer(Config("model", device="cuda"), 0, 0, 1, "", driver_node="this"),
+    ):
+        with pytest.raises(ValueError, match="NOSET_CUDA_VISIBLE_DEVICES is set, .*; unset it before ray st"):
+            start()
 
 
 @pytest.fixture

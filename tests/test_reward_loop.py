@@ -1741,6 +1741,20 @@ def test_a_terminal_that_is_closed_while_ray_starts_ends_the_run_afterwards(monk
     assert hang_ups == [1]
 
 
+def test_rays_processes_get_only_their_own_gpus_also_if_the_environment_says_otherwise(monkeypatch):
+    """Scripts of other frameworks, and Ray itself for the driver of a job, set this variable."""
+    name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+    def fails(*_, **settings):
+        raise OSError(f"all GPUs: {os.environ.get(name)}")
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv(name, "1")
+    replace_ray(monkeypatch, fails)
+    with pytest.raises(RuntimeError, match="all GPUs: None"):
+        reward_loop.connect_ray()
+
+
 @pytest.mark.parametrize(("of_another_user", "problem"), [(0, "join the cluster"), (1, "start a cluster")])
 def test_only_a_cluster_of_this_user_is_joined(monkeypatch, of_another_user, problem):
     """Reward functions would run as the other user, with the keys of the run."""
