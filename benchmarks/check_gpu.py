@@ -418,7 +418,7 @@ def check_sleep(work: Path):
     def answers():
         body = {"model": "judge", "max_tokens": 32, "temperature": 0, "return_token_ids": True}
         url, key = f"http://{judge.router_address}/v1/completions", judge.config.server_key
-        bodies = [body | {"prompt": [number] * 8} for number in range(5, 9)]
+        bodies = [body | {"prompt": [number] * 64} for number in range(5, 9)]
         found = [genrm_server.request("POST", url, one, key, timeout=120) for one in bodies]
         if any(status != 200 for status, _ in found):
             raise RuntimeError(f"the judge returned {found}")

@@ -159,6 +159,28 @@ def test_bare_requests_ask_one_server_for_text_alone():
     assert {path for path, _ in asked} == {"/v1/completions"}
 
 
+@pytest.mark.parametrize("same, used", [(True, [0, 9, 1, 9]), (False, [0, 9, 8, 9])])
+def test_a_judge_that_answers_differently_after_waking_is_seen(work, monkeypatch, same, used):
+    """vLLM looks up only whole blocks of 16 tokens in its prefix cache, which may be stale after waking."""
+    prompts = []
+
+    def answer(path, body):
+        prompts.append(body["prompt"])
+        return {"choices": [{"token_ids": [same or len(prompts)]}]}
+
+    monkeypatch.setattr(check_gpu, "GPU", CPU)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (-used.pop(0) * 2**30, 0))
+    properties = SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with server(answer) as address:
+        key = SimpleNamespace(server_key="k")
+        judge = SimpleNamespace(router_address=address, config=key, sleep=lambda *_: None, shutdown=print)
+        monkeypatch.setattr(check_gpu.genrm_server, "ModelServers", lambda config: judge)
+        rows = list(check_gpu.check_sleep(work))
+    assert [holds for _, holds, _ in rows] == [True, same, same], rows
+    assert len(prompts) == 8 and all(len(prompt) >= 32 for prompt in prompts)
+
+
 def test_update(work, monkeypatch):
     monkeypatch.setitem(gpu_models.PEAK, "CPU", 1e12)
     speed, memory = check_gpu.check_update(work, CPU, length=8)
