@@ -68,6 +68,7 @@ def test_majority_vote():
         (["neither", "neither", r"\text{Even}", "even", "Even"], [-1, -1, 1, 1, 1]),
         (["5 km", "5 cm", "5 cm", "7"], [-1, 1, 1, -1]),
         (["5 cm", "5", "7", "7", "5 cm"], [1, 1, -1, -1, 1]),
+        (["5 km", "5 cm", "5 cm", "5"], [-1, 1, 1, 1]),
     ],
 )
 def test_votes_are_for_the_same_answer_if_the_rule_says_so(answers, scores):
