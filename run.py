@@ -25,7 +25,7 @@ from pathlib import Path
 import ray
 import torch
 from torch.distributed.checkpoint import CheckpointException
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 import reward_loop
@@ -697,7 +697,10 @@ def first_cause(error: BaseException) -> BaseException:
 def template_options(config, tokenizer, now: datetime | None = None) -> dict:
     """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
     options = json_object("chat_template_kwargs", config.chat_template_kwargs)
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
+        "tools",
+        "documents",
+    }
     for name in options.keys() & taken:
         raise ValueError(
             f"--chat-template-kwargs: {name!r} is an argument of apply_chat_template, which the trainer "
