@@ -91,7 +91,8 @@ _SAME = _first_of_line(r"""
 \binom \dbinom \tbinom
 \begin{pmatrix} \begin{bmatrix}
 \end{pmatrix} \end{bmatrix}
-percent % \%
+percent % \% \textpercent
+\$ \textdollar
 degrees degree ° \degree \textdegree ^\circ ^{\circ}
 meters \text{m} \textrm{m} \mathrm{m}
 , and
@@ -99,7 +100,7 @@ meters \text{m} \textrm{m} \mathrm{m}
 _UNITS = _first_of_line("""
 units unit; dollars dollar; cents cent; percent; degrees; points; digits; ways; integers; multiples; th
 meters meter; cm centimeter centimeters; mm millimeter millimeters; km kilometer kilometers
-inches inch in "; feet foot ft; yards yard; miles mile
+inches inch in; feet foot ft; yards yard; miles mile
 kg kilogram kilograms; grams gram g; pounds pound lb lbs; ounces ounce oz; liters liter; gallons gallon
 seconds second; minutes minute min; hours hour hr hrs; days day; weeks week; months month; years year
 degreesC; degreesF; radians radian; times; meals; edges; students; children; people; tickets
@@ -108,7 +109,7 @@ _UNICODE = str.maketrans({"²": "^2", "³": "^3", "½": "\\frac12"})
 _TOKEN = re.compile(
     r"""
     \\(?:text|textrm|mathrm)\s*\{[\s~]*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
-    | (?P<space> \s+ | [~$] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
+    | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
         | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+(?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|math(?:rm|bf|it|sf)
             |text(?:bf|it|md|normal|rm|sc|sf|sl|style|tt|up)?
@@ -124,13 +125,25 @@ _TOKEN = re.compile(
 _ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\binom": 2}
 
 
+_POWER = r"(?<=[\w)}\]|!'])( ?)\*\*\1"
+_MARKS = [  # applied in order, before an answer is split into tokens
+    (r"√\s*(?:(\d[\d.]*)|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+    (r'(?<![\w)}\]])"([^"]*)"', r"\1"),  # a quotation
+    (r'(?<=[a-zA-Z)])"', "''"),  # the second derivative y"
+    (r"^\s*\*\*((?:(?!\*\*).)+\*\*(?:(?!\*\*).)+)\*\*\s*$", r"\1"),  # a power in bold text
+    (r"(?<![\w)}\]])\*\*(?=\S)(.*?)(?<=\S)\*\*(?!\d)", r"\1"),  # Markdown's bold text
+    (rf"{_POWER}(-?\d+(?:\.\d+)?|-?\w)", r"^{\2}"),  # Python's x**2, which may be inside of e**(-x**2)
+    (rf"{_POWER}\(((?:[^()*]|\*(?!\*))*)\)", r"^{\2}"),
+    (rf"{_POWER}(?=[({{\\])", "^"),
+]
+
+
 def _tokens(answer):
     """Split `answer` into tokens, replace synonyms, and drop white space and font commands."""
     found = []
-    answer = re.sub(r"√\s*(?:(\d[\d.]*)|\(([^()]*)\))", r"\\sqrt{\1\2}", answer.translate(_UNICODE))
-    answer = re.sub(r'(?<![\w)}\]])"([^"]*)"', r"\1", answer)  # In y" + y = 0, the mark is a derivative.
-    # Python's power, as in x**2 or x ** (n+1). Other ** are Markdown's marks of bold text.
-    answer = re.sub(r"(?<=[\w)}\]])( ?)\*\*\1(?:(-?\d+|\w)|\(([^()]*)\)|(?=[({\\-]))", r"^{\2\3}", answer)
+    answer = answer.translate(_UNICODE)
+    for pattern, replacement in _MARKS:
+        answer = re.sub(pattern, replacement, answer)
     for match in _TOKEN.finditer(answer):
         token = re.sub(r"[\s~]", "", match[0])
         if match["thousands"] and re.search(r"[{\\]", token):  # A plain "1,234" may be a list.
@@ -200,10 +213,11 @@ _SPELLINGS = r"""
 START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{\1}{\2}
 (?<=\d)~(?=\\frac)                          →
 (^|[(\[{,\n=&\\]|matrix\})\\frac\{-((?:[^{}+-]|\{[^{}+-]*\})+)\} → \1-\\frac{\2}
-# x^{2}, +5, =5, .5, 34.0, 025, a full stop; at the end (A)
+# x^{2}, +5, 12^{th}, =5, .5, 34.0, 025, a full stop; at the end (A)
 ([\^_])\{(\w)\}(?!\w)                       → \1\2
 (^|[(\[,=])\+                               → \1
-^=                                          →
+(?<=\d)\^\{th\}$                            → th
+^=(?![<>])                                  →
 (?<![\d.])\.(?=\d|\\overline)               → 0.
 (\.\d*?)0+(?!\d|\\overline|\\dot|\\ldots)   → \1
 \.(?!\d|\\overline|\\dot)                   →
@@ -472,8 +486,9 @@ def find_answer(data_source: str, text: str) -> str | None:
         number = re.fullmatch(
             r"(?i)[\\$€£(* ]*+([-−+]?)[\\$€£ ]*(?=\.?[0-9])"
             r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?+)"
-            r"(?!,?\d|[\s*-]*(?:(?:k|x|(?-i:[MBT]))\b(?!-)|(?:mil|bn|or|and|to(?!\s(?:be|the)\b))\b"
-            r"|dozen|hundred|thousand|million|billion|trillion|\\pi|[π²³¼-¾⅐-⅞&]))[^0-9]*",
+            r"(?!,?\d|(?:-|[\s*]*)(?:(?:k|(?-i:[MB]))\b|(?:x|(?-i:T))\b(?!-)"
+            r"|(?:mil|bn|or|and|to(?!\s(?:be|the)\b))\b|dozen|hundred|thousand|million|billion|trillion"
+            r"|\\pi|[π²³¼-¾⅐-⅞&]))[^0-9]*",
             line,
         )
         if mark and number:  # "18 or 20", "1,2" and "5 million" are not answers.
@@ -589,7 +604,7 @@ def _grade(pipe):
 # value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
 # case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20.
 _NOT_READ = re.compile(
-    r"=|.['\"]+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
+    r"=|.'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
     r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )
@@ -734,7 +749,7 @@ def _near_copies(parts):
     """Return a pattern for a marker's letters and numbers, and for near copies of them."""
     number, alike = r"\d++", {}
     if len(parts) > 2:  # Copies of shorter markers would be mathematics: (1), (t0), [A1].
-        number, alike = rf"(?:[\dilo]{_BETWEEN})++", _ALIKE
+        number, alike = rf"[\dilo](?:{_BETWEEN}[\dilo])*", _ALIKE
     return _BETWEEN.join(alike.get(part.lower(), part) if len(part) == 1 else number for part in parts)
 
 
