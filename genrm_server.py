@@ -273,6 +273,7 @@ class ServerSlot:
     url: str = ""
     joined: int = 0  # the router start (1, 2, ...) at which the server registered; 0: not registered
     ready: bool = False  # whether the server has become ready since its latest start
+    loading: bool = False  # whether a server is starting that neither is ready nor sleeps
     restarts: int = 0
     rejection: str = ""  # why the router rejected the server, as printed
     hangs: bool = False  # whether the router found that the server's engine answers no requests
@@ -399,6 +400,8 @@ class ModelServers:
         """Start a server or the router, watch it until it dies or hangs, and return what happened."""
         slot.ready = slot.hangs = False
         with contextlib.ExitStack() as start_lock:  # The lock is released when the server is ready.
+            slot.loading = True
+            start_lock.callback(setattr, slot, "loading", False)
             if slot is not self.router:
                 if self.config.device == "cuda":
                     start_lock.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
@@ -437,6 +440,9 @@ class ModelServers:
                         self.all_ready.set()
             finally:
                 self.leave(slot)
+                if self.asleep and slot is not self.router:  # The trainer needs the memory of what remains.
+                    with contextlib.suppress(Exception):  # The actor may have died as well.
+                        self.call_server(slot, "stop")
         return "was stopped"
 
     def find_hanging(self, health: str) -> None:
@@ -463,6 +469,7 @@ class ModelServers:
                     # While the other servers sleep, the trainer needs the GPU memory. A server that fell
                     # asleep here, but could not join, must wake up. For other servers, this does nothing.
                     self.post_control(slot, SLEEP if self.asleep else "/wake_up")
+                    slot.loading = not self.asleep
                 self.before_joining(slot)
             url = f"{self.router.url}/workers"
             status, text = request("POST", url, {"url": slot.url}, self.config.server_key, JOIN_TIMEOUT)
@@ -601,6 +608,10 @@ class ModelServers:
         with self.lock:
             self.asleep = asleep
             self.post_control_all(SLEEP if asleep else "/wake_up")
+        # A server that is loading takes its share of the GPU until `join` lets it sleep.
+        while asleep and self.config.gpu_share < 1 and any(slot.loading for slot in self.slots):
+            if self.stopping.wait(WATCH_EVERY):
+                return
 
     def shutdown(self) -> None:
         """Stop the router and the servers, and release the router's port. A second call does nothing."""

@@ -1222,6 +1222,43 @@ def test_sleep_and_wake_with_servers_that_are_dead_or_die_of_it(stand_in, monkey
 
 
 @pytest.mark.slow
+def test_on_a_shared_gpu_the_trainer_waits_until_a_server_that_is_loading_sleeps(stand_in, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with running(settings(stand_in, device="cuda", gpu_share=0.4, sleep_mode=True)) as servers:
+        (slot,) = servers.slots
+        (stand_in / "hang").touch()
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: slot.restarts == 1 and slot.loading)
+        with ThreadPoolExecutor() as pool:
+            sleeping = pool.submit(servers.sleep)
+            time.sleep(1)
+            is_early = sleeping.done()
+            (stand_in / "hang").unlink()
+            sleeping.result(timeout=60)
+        assert not is_early and genrm_server.SLEEP in told(servers)["calls"]
+        servers.sleep(False)
+        until(lambda: slot.ready)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_ready_in_time_leaves_no_process_while_the_others_sleep(stand_in, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = settings(stand_in, device="cuda", gpu_share=0.4, sleep_mode=True)
+    with running(config) as servers:
+        (slot,) = servers.slots
+        servers.config.startup_timeout = 2.0
+        (stand_in / "hang").touch()
+        os.kill(told(servers)["pids"][0], signal.SIGKILL)
+        until(lambda: slot.restarts == 1 and slot.loading)
+        servers.sleep()
+        assert not slot.loading and not slot.server.alive()
+        (stand_in / "hang").unlink()
+        servers.config.startup_timeout = 60.0
+        servers.sleep(False)
+        until(lambda: slot.ready)
+
+
+@pytest.mark.slow
 def test_a_server_that_fell_asleep_before_it_could_join_is_awake_when_it_joins(stand_in, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     rejects = []
