@@ -251,6 +251,18 @@ def test_offloaded_shards_take_powers_of_two(shapes):
     expected = {"weights": rounded, "gradients": rounded, "Adam": 2e-9 * sum(sizes)}
     expected["buffers of the loaded weights (bf16)"] = rounded / 2
     assert found == pytest.approx(expected, abs=0.01)
+    text = plan_of(shapes, *more, "--kl-coef", "0.1")  # The reference has a buffer of its own.
+    found = {
+        name: float(gb) for gb, name in re.findall("([0-9.]+) GB  in host memory, for each rank: (.*)", text)
+    }
+    expected |= {"reference model": rounded, "buffers of the loaded weights (bf16)": rounded}
+    assert found == pytest.approx(expected, abs=0.01)
+
+
+def test_served_weights_are_in_bf16_with_lora_too(shapes):
+    more = ["--policy-offload", "--device", "cuda", "--gpus", "2", "--lora-rank", "16", "--rollout", "vllm"]
+    (gb,) = re.findall("([0-9.]+) GB  in host memory, once: weights for the policy's", plan_of(shapes, *more))
+    assert float(gb) == pytest.approx(2e-9 * sum(map(torch.numel, weights_of_7b())), rel=0.01)
 
 
 @pytest.mark.parametrize("gpus, fits", [(4, True), (12, False), (7, False)])  # 28 heads, 4 key heads

@@ -73,8 +73,9 @@ def shape_of(config):
 def count_parameters(config, device: str = "cpu") -> tuple:
     """Return the sizes of the model, its trained parameters, its largest layer, and its other parts.
 
-    The last two sizes are those of a rank's shards and of their gradients in page-locked memory. The unit is
-    4 bytes. The sizes are NaN if the model cannot be built without its weights.
+    The last three sizes are those of the weights in bf16, and of a rank's shards and their gradients in
+    page-locked memory. The unit is 4 bytes. The sizes are NaN if the model cannot be built without its
+    weights.
     """
     try:
         with torch.device("meta"):
@@ -87,10 +88,11 @@ def count_parameters(config, device: str = "cpu") -> tuple:
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
         total = sum_of_sizes(model)
     except Exception:  # Code of a model may raise any exception.
-        return (math.nan,) * 6
+        return (math.nan,) * 7
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     pinned = [pinned_size(parameters, config.policy_ranks) for parameters in (model.parameters(), trained)]
-    return total, sum(map(torch.numel, trained)), max(layers), total - sum(layers), *pinned
+    in_bf16 = sum(map(torch.numel, model.parameters())) / 2
+    return total, sum(map(torch.numel, trained)), max(layers), total - sum(layers), in_bf16, *pinned
 
 
 def sum_of_sizes(module) -> float:
@@ -143,7 +145,7 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
     "update: ..." and "rollout: ..." do not exist at the same time.
     """
     text = shape_of(config).get_text_config()
-    weights, trained, largest_layer, rest, *pinned = count_parameters(config, device)
+    weights, trained, largest_layer, rest, in_bf16, *pinned = count_parameters(config, device)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
     samples = max(config.train_batch_size * config.group_size, num_validation)
@@ -161,16 +163,17 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
         where = f"{IN_HOST}: "
         shards = pinned
         numbers[f"{ON_NODE}: weights while the first rank writes a checkpoint"] = trained
-        numbers[f"{ON_NODE}: weights for the policy's servers"] = weights / 2
+        numbers[f"{ON_NODE}: weights for the policy's servers"] = in_bf16
         if not config.lora_rank:
-            numbers[f"{where}buffers of the loaded weights (bf16)"] = pinned[0] / 2
+            models = 2 if config.kl_coef else 1
+            numbers[f"{where}buffers of the loaded weights (bf16)"] = models * pinned[0] / 2
     numbers |= {
         f"{where}weights": shards[0],
         f"{where}gradients": shards[1],
         f"{where}Adam": 2 * trained / config.policy_ranks,
     }
     if config.kl_coef and not config.lora_rank:
-        numbers[f"{where}reference model"] = weights / config.policy_ranks
+        numbers[f"{where}reference model"] = shards[0]
     numbers["update: activations of a micro-batch"] = activations
     if config.bf16_head:
         numbers["update: head in bf16"] = text.vocab_size * text.hidden_size / 2
