@@ -464,6 +464,8 @@ class Run:
         if reward_loop.connect_ray():
             stack.callback(ray.shutdown)
         self.interrupts = Interrupts()  # After Ray's start, because Ray also sets signal handlers.
+        if ray.cluster_resources().get("GPU") and not count_gpus():
+            print("no GPU of the Ray cluster is used, because this PyTorch is a build for CPUs")
         self.config = config = self.config.resolved(count_gpus())
         if config.rollout == "vllm":
             replace(config.policy_servers(), model=self.base_model, device=config.device).check()
@@ -519,17 +521,20 @@ class Run:
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             lines = reward_worker.error_line(first_cause(error))
-            if re.search("(?i)out of memory|can('t|not) allocate memory", lines):
+            why = lines.rpartition(r"\n")[2]
+            if (
+                re.search("(?i)out of memory|can('t|not) allocate memory", why)
+                or "CUDA error: out of" in lines
+            ):
                 raise RuntimeError(
-                    f"not enough memory for the policy ({lines}); stop other programs that use the memory, "
-                    "or estimate what the run needs with python -m tools.plan_run"
+                    f"not enough memory for the policy ({why}); stop other programs that use the memory, or "
+                    "estimate what the run needs with python -m tools.plan_run"
                 ) from error
-            if re.search("CUDA|NCCL|NVIDIA driver", lines):
+            if re.search("(CUDA|NCCL)( driver| unknown)? error|NVIDIA driver|CUDA GPUs|cudaGet", lines):
                 raise RuntimeError(
                     f"the GPU, its driver or NCCL failed ({lines}); run make check-gpu, and with several "
                     "ranks set NCCL_DEBUG=INFO to see NCCL's messages"
                 ) from error
-            why = lines.rpartition(r"\n")[2]
             if re.search("lacks resources|network interface", why):
                 raise
             remedy = "check that its config.json, its weights and --max-positions belong together"

@@ -506,10 +506,15 @@ def error_of_a_resume(tmp_path, model, tokenizer, monkeypatch, error) -> str:
 
 
 def test_too_little_memory_at_a_resume_does_not_blame_the_checkpoint(tmp_path, model, tokenizer, monkeypatch):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    message = error_of_a_resume(tmp_path, model, tokenizer, monkeypatch, error)
-    assert re.match("not enough memory for the policy .*; stop other", message)
-    assert "checkpoint" not in message
+    for number, error in enumerate(
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            torch.AcceleratorError("CUDA error: out of memory\nFor debugging, ..."),
+        ]
+    ):
+        message = error_of_a_resume(tmp_path / str(number), model, tokenizer, monkeypatch, error)
+        assert re.match("not enough memory for the policy .*; stop other", message)
+        assert "checkpoint" not in message
 
 
 @pytest.mark.parametrize(
@@ -517,6 +522,7 @@ def test_too_little_memory_at_a_resume_does_not_blame_the_checkpoint(tmp_path, m
     [
         torch.AcceleratorError("CUDA error: uncorrectable ECC error\nFor debugging, ..."),
         RuntimeError("The NVIDIA driver on your system is too old"),
+        RuntimeError("No CUDA GPUs are available"),
         torch.distributed.DistBackendError(NCCL),
     ],
 )
