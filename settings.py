@@ -168,7 +168,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     wandb: bool = False
     dry_run: bool = False  # Check the configuration and the data, print the configuration, and exit.
 
-    # Device of the policy; auto: cuda if the Ray cluster has GPUs that PyTorch can use, otherwise cpu.
+    # Device of the policy; auto: cuda if the Ray cluster has GPUs and PyTorch is a build for GPUs, otherwise
+    # cpu.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Number of processes (ranks) over which FSDP2 shards the policy. On GPUs, each is a Ray actor
     # with --policy-gpu-share of a GPU.
