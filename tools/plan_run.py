@@ -70,13 +70,21 @@ def shape_of(config):
     return read_config(config.model, config.trust_remote_code)
 
 
-def count_parameters(config, device: str = "cpu") -> tuple:
-    """Return the sizes of the model, its trained parameters, its largest layer, and its other parts.
+@dataclass
+class Sizes:
+    """Sizes in units of 4 bytes, or NaN if the model cannot be built without its weights."""
 
-    The last three sizes are those of the weights in bf16, and of a rank's shards and their gradients in
-    page-locked memory. The unit is 4 bytes. The sizes are NaN if the model cannot be built without its
-    weights.
-    """
+    weights: float = math.nan
+    trained: float = math.nan
+    largest_layer: float = math.nan
+    rest: float = math.nan  # what is not in a layer
+    in_bf16: float = math.nan  # all weights in bf16
+    pinned: float = math.nan  # a rank's shards in page-locked memory
+    pinned_gradients: float = math.nan
+
+
+def sizes_of(config, device: str = "cpu") -> Sizes:
+    """Return the sizes of the configuration's model."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -88,11 +96,17 @@ def count_parameters(config, device: str = "cpu") -> tuple:
         layers = [sum_of_sizes(layer) for layer in layers_of(model, "")]
         total = sum_of_sizes(model)
     except Exception:  # Code of a model may raise any exception.
-        return (math.nan,) * 7
+        return Sizes()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    pinned = [pinned_size(parameters, config.policy_ranks) for parameters in (model.parameters(), trained)]
-    in_bf16 = sum(map(torch.numel, model.parameters())) / 2
-    return total, sum(map(torch.numel, trained)), max(layers), total - sum(layers), in_bf16, *pinned
+    return Sizes(
+        weights=total,
+        trained=sum(map(torch.numel, trained)),
+        largest_layer=max(layers),
+        rest=total - sum(layers),
+        in_bf16=sum(map(torch.numel, model.parameters())) / 2,
+        pinned=pinned_size(model.parameters(), config.policy_ranks),
+        pinned_gradients=pinned_size(trained, config.policy_ranks),
+    )
 
 
 def sum_of_sizes(module) -> float:
@@ -145,7 +159,7 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
     "update: ..." and "rollout: ..." do not exist at the same time.
     """
     text = shape_of(config).get_text_config()
-    weights, trained, largest_layer, rest, in_bf16, *pinned = count_parameters(config, device)
+    sizes = sizes_of(config, device)
     longest = config.max_prompt_length + config.max_response_length
     tokens = max(config.max_tokens_per_micro_batch or TOKENS_PER_PASS[device], longest)
     samples = max(config.train_batch_size * config.group_size, num_validation)
@@ -157,23 +171,25 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
         activations = math.nan
         cache = math.nan
     where = ""
-    shards = [weights / config.policy_ranks, trained / config.policy_ranks]
+    shards = sizes.weights / config.policy_ranks
+    gradients = sizes.trained / config.policy_ranks
     numbers = {}
     if config.policy_offload and device == "cuda":
         where = f"{IN_HOST}: "
-        shards = pinned
-        numbers[f"{ON_NODE}: weights while the first rank writes a checkpoint"] = trained
-        numbers[f"{ON_NODE}: weights for the policy's servers"] = in_bf16
+        shards = sizes.pinned
+        gradients = sizes.pinned_gradients
+        numbers[f"{ON_NODE}: weights while the first rank writes a checkpoint"] = sizes.trained
+        numbers[f"{ON_NODE}: weights for the policy's servers"] = sizes.in_bf16
         if not config.lora_rank:
             models = 2 if config.kl_coef else 1
-            numbers[f"{where}buffers of the loaded weights (bf16)"] = models * pinned[0] / 2
+            numbers[f"{where}buffers of the loaded weights (bf16)"] = models * sizes.pinned / 2
     numbers |= {
-        f"{where}weights": shards[0],
-        f"{where}gradients": shards[1],
-        f"{where}Adam": 2 * trained / config.policy_ranks,
+        f"{where}weights": shards,
+        f"{where}gradients": gradients,
+        f"{where}Adam": 2 * sizes.trained / config.policy_ranks,
     }
     if config.kl_coef and not config.lora_rank:
-        numbers[f"{where}reference model"] = shards[0]
+        numbers[f"{where}reference model"] = shards
     numbers["update: activations of a micro-batch"] = activations
     if config.bf16_head:
         numbers["update: head in bf16"] = text.vocab_size * text.hidden_size / 2
@@ -181,12 +197,12 @@ def estimate_memory(config, device: str, num_validation: int = 0) -> dict[str, f
         numbers["rollout: key-value cache"] = cache
     if config.policy_ranks > 1 or config.policy_offload:
         # Embedding, head, the head's gradient, a layer in float32, its gradient, and layers in bfloat16.
-        gathered = rest + 2.25 * largest_layer
+        gathered = sizes.rest + 2.25 * sizes.largest_layer
         if not config.lora_rank:
             gathered += text.vocab_size * text.hidden_size
         numbers["update: gathered weights"] = gathered
     elif device == "cuda" and not (config.gradient_checkpointing or config.lora_rank):
-        numbers["update: weights in bf16"] = weights / 2  # casts that the backward pass needs
+        numbers["update: weights in bf16"] = sizes.weights / 2  # casts that the backward pass needs
     gigabytes = {}
     for name, number in numbers.items():
         gigabytes[name] = None if math.isnan(number) else 4e-9 * number  # float32
@@ -270,7 +286,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
         have = gpus * gpu * vllm_argument(server, "--gpu-memory-utilization", share)
         served = dataclasses.replace(config, model=server.model, lora_rank=0)
         text = shape_of(served).get_text_config()
-        weights = 2e-9 * count_parameters(served)[0]
+        weights = 2e-9 * sizes_of(served).weights
         if name == "policy server" and text.tie_word_embeddings:  # The served policy has untied weights.
             weights += 2e-9 * text.vocab_size * text.hidden_size
         sequences = vllm_argument(server, "--max-num-seqs", VLLM_SEQUENCES[gpu < 75])
