@@ -682,13 +682,9 @@ _BETWEEN = r"(?:[^\w()\[\]<>{}]|_)*+"
 _INVISIBLE = "\u200b"
 # Letters that a reader takes for Latin letters. A Greek capital is listed if it looks like another Latin
 # letter than its small letter does. "Σ" is the normal form of a letter that looks like C.
-_LOOK_ALIKES = dict(
-    zip(
-        "авьԁегғһніјӏкмопрԛѕтуүѵԝхсαβγεζηικμνορςστυχωϳΗΜΝΣΥɑǀ",
-        "abbderfhhijlkmonpqstyyvwxcabyeznikuvopcotuxwjhmncyal",
-        strict=True,
-    )
-)
+_CYRILLIC = dict(zip("авьԁегғһніјӏкмопрԛѕтуүѵԝхс", "abbderfhhijlkmonpqstyyvwxc", strict=True))
+_GREEK = dict(zip("αβγεζηικμνορςστυχωϳΗΜΝΣΥ", "abyeznikuvopcotuxwjhmncy", strict=True))
+_LOOK_ALIKES = _CYRILLIC | _GREEK | {"ɑ": "a", "ǀ": "l"}
 _LATIN = re.compile("LATIN .*LETTER (?:SMALL CAPITAL |SCRIPT |DOTLESS )?([A-Z])(?: WITH .*)?")
 # In some font, I, l and 1 look alike, and so do O and 0. The patterns ignore case.
 _ALIKE = dict.fromkeys("il1", "[il1]") | dict.fromkeys("o0", "[o0]")

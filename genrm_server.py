@@ -273,7 +273,7 @@ class ServerSlot:
     url: str = ""
     joined: int = 0  # the router start (1, 2, ...) at which the server registered; 0: not registered
     ready: bool = False  # whether the server has become ready since its latest start
-    loading: bool = False  # whether a server is starting that neither is ready nor sleeps
+    loading: bool = False  # whether the server is starting, and is neither ready nor asleep yet
     restarts: int = 0
     rejection: str = ""  # why the router rejected the server, as printed
     hangs: bool = False  # whether the router found that the server's engine answers no requests
@@ -399,12 +399,12 @@ class ModelServers:
     def watch(self, slot: ServerSlot) -> str:
         """Start a server or the router, watch it until it dies or hangs, and return what happened."""
         slot.ready = slot.hangs = False
-        with contextlib.ExitStack() as start_lock:  # The lock is released when the server is ready.
+        with contextlib.ExitStack() as starting:  # It is closed when the server is ready.
             slot.loading = True
-            start_lock.callback(setattr, slot, "loading", False)
+            starting.callback(setattr, slot, "loading", False)
             if slot is not self.router:
                 if self.config.device == "cuda":
-                    start_lock.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
+                    starting.enter_context(GPU_START_LOCKS[self.call_server(slot, "gpu")])
                 self.before_starting(slot)
                 self.compare_model(slot)
             slot.url = self.call_server(slot, "start")
@@ -435,12 +435,13 @@ class ModelServers:
                     elif slot.ready and silent > HANG_SECONDS:
                         return f"hangs: /health has not responded for {silent:.0f} s"
                     if slot.ready:
-                        start_lock.close()
+                        starting.close()
                     if self.router.ready and all(other.joined for other in self.slots):
                         self.all_ready.set()
             finally:
                 self.leave(slot)
-                if self.asleep and slot is not self.router:  # The trainer needs the memory of what remains.
+                # What remains of the server would keep GPU memory that the trainer needs.
+                if self.asleep and slot is not self.router:
                     with contextlib.suppress(Exception):  # The actor may have died as well.
                         self.call_server(slot, "stop")
         return "was stopped"

@@ -93,7 +93,7 @@ def majority_vote(data_source, solution_strs, ground_truth, extra_info):
     # A response without an answer has no vote, because no answer is equal to an empty one.
     votes_for = [[fapo.is_equal(other, answer) for other in answers] for answer in answers]
     # A bare 5 equals 5 cm and 5 km, which differ, so answers with the same equal answers count first.
-    votes = max(votes_for, key=lambda votes: (any(votes) * votes_for.count(votes), sum(votes)))
+    votes = max(votes_for, key=lambda votes: (any(votes) and votes_for.count(votes), sum(votes)))
     winner = dict(results[votes_for.index(votes)])
     for result, vote in zip(results, votes):
         result["score"] = 1.0 if vote else -1.0
