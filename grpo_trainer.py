@@ -133,6 +133,10 @@ def next_batch(run: Run, step: int, collect) -> Batch:
     rollouts of this step have ended.
     """
     config = run.config
+    if not config.overlap:
+        batch = Batch(step, config.temperature)
+        collect(batch)
+        return batch
 
     def start(step: int) -> Batch:
         batch = Batch(step, config.temperature)
@@ -142,10 +146,6 @@ def next_batch(run: Run, step: int, collect) -> Batch:
         batch.collected.add_done_callback(lambda _: batch.rolled_out.set())
         return batch
 
-    if not config.overlap:
-        batch = Batch(step, config.temperature)
-        collect(batch)
-        return batch
     staleness = int(run.prefetched is not None)
     batch = run.prefetched or start(step)
     batch.rolled_out.wait()
