@@ -197,6 +197,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     for unit in units:
         for sample in unit:
             unit_of_running[id(sample)] = unit
+    progress = tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None)
 
     def finished(sample: Sample) -> None:
         sample.text = run.decode(sample.response_ids)
@@ -222,7 +223,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
         seed = config.seed * 1_000_003 + batch.step
     if batch.rounds > 1:
         seed = random.Random(f"{seed}/refill {batch.rounds}").getrandbits(32)
-    with tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None) as progress:
+    with progress:
         if config.rollout_fn:
             run.rollout_runner.roll_out(
                 groups,
