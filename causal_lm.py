@@ -423,24 +423,28 @@ def shared_states(model, sequences, counts, device):
 # ---- logits in rollouts
 
 
-def next_logits(model, ids, attended, positions, cache=None):
-    """Return the logits of the next token of each sequence (B x V), and the cache with the new tokens added.
+def new_cache(model):
+    """Return an empty key-value cache. Its full-attention layers have spare room for new tokens."""
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:  # a full-attention layer
+            cache.layers[number] = RoomyLayer()
+    return cache
+
+
+def next_logits(model, ids, attended, positions, cache):
+    """Return the logits of the next token of each sequence (B x V), and add the new tokens to the cache.
 
     Args:
         model: The model.
         ids: The new tokens of each sequence, left-padded.
         attended: The attention mask over the cached and the new tokens.
         positions: The positions of the new tokens.
-        cache: The key-value cache of the earlier tokens. None starts a new cache.
+        cache: The key-value cache of the earlier tokens.
     """
-    if cache is None:
-        cache = DynamicCache(config=model.config)
-        for number, layer in enumerate(cache.layers):
-            if type(layer) is DynamicLayer:  # a full-attention layer
-                cache.layers[number] = RoomyLayer()
     inputs = dict(attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True)
     output = backbone(model)(input_ids=ids, **inputs)
-    return logits_of(model, output, output.last_hidden_state[:, -1]), cache
+    return logits_of(model, output, output.last_hidden_state[:, -1])
 
 
 class RoomyLayer(DynamicLayer):

@@ -36,7 +36,7 @@ import msgspec
 import torch
 from transformers import TopPLogitsWarper
 
-from causal_lm import distinct_prompts, next_logits, precision
+from causal_lm import distinct_prompts, new_cache, next_logits, precision
 from policy import Policy, Sample
 
 # ---- in this process
@@ -86,7 +86,8 @@ def generate_batch(
     attended = mask.long()
     positions = (attended.cumsum(1) - 1).clamp(min=0)
     with precision(device, keep_casts=True):  # One context, so that all tokens reuse the casts.
-        logits, cache = next_logits(model, ids, attended, positions)
+        cache = new_cache(model)
+        logits = next_logits(model, ids, attended, positions, cache)
         cache.reorder_cache(prompt_of_row)
         logits = logits[prompt_of_row]
         attended = attended[prompt_of_row]
@@ -119,7 +120,7 @@ def generate_batch(
                 position = position[keep]
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
             position = position + 1
-            logits, _ = next_logits(model, tokens[:, None], attended, position, cache)
+            logits = next_logits(model, tokens[:, None], attended, position, cache)
 
 
 def sample_tokens(logits_B_V, temperature, top_p, generator):
