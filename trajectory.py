@@ -758,11 +758,9 @@ class Rollouts:
         Raises:
             RuntimeError: The servers fail, `stop` was set, or the function cancelled tasks of the run.
         """
-        sampled_with = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
-        sampling = sampling_parameters(**sampled_with)
-        sample = partial(
-            sample_round, model, decode=self.decode, rollout_batch_size=rollout_batch_size, **sampled_with
-        )
+        options = dict(temperature=temperature, top_p=top_p, eos_ids=eos_ids)
+        sampling = sampling_parameters(**options)
+        options |= {"decode": self.decode, "rollout_batch_size": rollout_batch_size}
         wave = Wave(self, max_response_length, eos_ids, servers, sampling, rollout_batch_size)
         wave.arrange(groups, seed, step)
         ending = asyncio.run_coroutine_threadsafe(wave.run(), self.loop)
@@ -772,7 +770,8 @@ class Rollouts:
                 round_seed = seed  # The first round samples like a run without --rollout-fn.
                 if number:
                     round_seed = Random(f"{seed}/round {number}").getrandbits(32)
-                self.loop.call_soon_threadsafe(deliver, turns, sample(turns, seed=round_seed))
+                results = sample_round(model, turns, seed=round_seed, **options)
+                self.loop.call_soon_threadsafe(deliver, turns, results)
             ending.result()
         except CancelledError:  # asyncio.all_tasks() contains the tasks of all rollouts.
             raise RuntimeError(
