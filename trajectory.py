@@ -674,9 +674,12 @@ class Rollouts:
 
         opens: Whether the template then opens the assistant's next message.
         """
-        given = [("user", QUESTION), ("assistant", ANSWER)][: 1 + (start == ANSWER)] + messages
-        role = given[-1][0]
-        given = [{"role": role, "content": content} for role, content in given]
+        given = [{"role": "user", "content": QUESTION}]
+        if start == ANSWER:
+            given.append({"role": "assistant", "content": ANSWER})
+        for role, content in messages:
+            given.append({"role": role, "content": content})
+        role = given[-1]["role"]
         options = self.template_options | {"add_generation_prompt": opens}
         try:
             text = self.tokenizer.apply_chat_template(given, tokenize=False, **options)
