@@ -230,7 +230,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
 
     settings = json_object("reward_kwargs", options.reward_kwargs)
     models = model_arguments(takes, addresses)
-    columns = {key: key in required for key in FURTHER_COLUMNS & takes.keys() - settings}
+    columns = {key: key in required for key in FURTHER_COLUMNS & (takes.keys() - settings)}
     sees_group = "solution_strs" in takes
     names = ["data_source", "ground_truth", "extra_info", *columns]
     names.append("solution_strs" if sees_group else "solution_str")

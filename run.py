@@ -703,7 +703,7 @@ def template_options(config, tokenizer, now: datetime | None = None) -> dict:
     """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
     options = json_object("chat_template_kwargs", config.chat_template_kwargs)
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    for name in options.keys() & parameters.keys() - {"tools", "documents"}:  # Templates read these two.
+    for name in options.keys() & (parameters.keys() - {"tools", "documents"}):  # Templates read these two.
         raise ValueError(
             f"--chat-template-kwargs: {name!r} is an argument of apply_chat_template, which the trainer "
             "sets; pass only variables of the chat template"

@@ -380,7 +380,8 @@ def names_taken(function, settings: dict, offered: set[str]) -> set[str]:
             "with `await asyncio.to_thread(tool, ...)`"
         )
     signature = inspect.signature(function)
-    taken = offered & signature.parameters.keys() - settings.keys() | {"trajectory"}
+    free = signature.parameters.keys() - settings.keys()
+    taken = (offered & free) | {"trajectory"}
     try:
         signature.bind(**dict.fromkeys(taken), **settings)
     except TypeError as error:
