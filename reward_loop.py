@@ -574,11 +574,11 @@ class RewardLoopManager:
                 self._tasks.create_task(self._send(worker, batch))
 
     async def _send(self, worker, batch: dict[int, tuple[bool, bytes]]):
-        from ray import exceptions as errors
+        import ray
 
         try:
             await worker.call("submit", batch)
-        except (errors.RayActorError, errors.TaskCancelledError):  # The worker died, or the call was lost.
+        except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError):  # The worker died, or the call was lost.
             worker.ready = False  # _collect_from sets this to True when the worker responds again.
             self._requeue(worker, batch)
 
@@ -586,7 +586,6 @@ class RewardLoopManager:
         """Receive the results of one worker, and detect whether the worker dies or hangs."""
         import ray
 
-        errors = ray.exceptions
         arrived = []
         while True:
             if worker.ready:
@@ -602,12 +601,12 @@ class RewardLoopManager:
                 worker.ready = False
                 self._requeue(worker, worker.pending, ISOLATE_AFTER)
                 continue
-            except (errors.ActorUnavailableError, errors.TaskCancelledError):
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.TaskCancelledError):
                 # The worker restarts, Ray lost the call, or the function has cancelled all tasks.
                 worker.ready = False
                 await asyncio.sleep(0.1)
                 continue
-            except errors.RayActorError as error:
+            except ray.exceptions.RayActorError as error:
                 raise start_error(error) from None
             finally:
                 warning.cancel()
