@@ -434,7 +434,7 @@ class RewardLoopManager:
     # ---- Called in the threads of callers
     def submit(self, sample: dict) -> Future:
         """Accept a sample (a row plus `response`) and return the future of its result."""
-        return self.submit_group([sample])[0]
+        return self._submit_call([sample])[0]
 
     def submit_group(self, samples: list[dict]) -> list[Future]:
         """Accept all samples of one prompt and return the futures of their results.
@@ -442,8 +442,12 @@ class RewardLoopManager:
         A function with `solution_strs` is called once for the group, any other function once per sample. If a
         response is not a text, the function is not called, and the call fails.
         """
-        if not self.job.sees_group and len(samples) > 1:
-            return [self.submit(sample) for sample in samples]
+        if self.job.sees_group:
+            return self._submit_call(samples)
+        return [self.submit(sample) for sample in samples]
+
+    def _submit_call(self, samples: list[dict]) -> list[Future]:
+        """Queue one call of the function, for a sample or for a group."""
         futures = {}
         try:
             arguments = arguments_of(self.job, samples)
