@@ -288,13 +288,15 @@ class RewardModelManager:
         for servers in self.models.values():
             servers.check()
 
-    def sleep(self, asleep: bool = True) -> None:
-        """Release the GPU memory of all models, or allocate it again (asleep=False)."""
+    def sleep(self) -> None:
+        """Release the GPU memory of all models once running requests end."""
         for servers in self.models.values():
-            servers.sleep(asleep)
+            servers.sleep()
 
     def wake_up(self) -> None:
-        self.sleep(False)
+        """Allocate the GPU memory of all models again."""
+        for servers in self.models.values():
+            servers.sleep(False)
 
     def shutdown(self) -> None:
         """End all servers, routers and actors. A second call does nothing."""
