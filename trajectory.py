@@ -94,6 +94,7 @@ class Trajectory:
         self._session = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
         self._left = wave.runner.timeout  # Seconds that the function may still take.
         self._expired: asyncio.Future | None = None  # Done when no seconds are left.
+        self._call: asyncio.Task | None = None  # The call of the function.
         # None means that the function is waiting for the policy, or that the trajectory has ended.
         self._working_since: float | None = None
         self._is_closed = False  # After that, tasks that the function left running can add nothing.

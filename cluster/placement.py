@@ -153,7 +153,7 @@ def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict
         if slot.gpus:
             bundle["GPU"] = slot.gpus
         bundles.append(bundle)
-        is_overfull = slot.gpus == 1 < slot.taken
+        is_overfull = slot.gpus == 1 and slot.taken > 1
         for process, spec in slot.processes.items():
             share = spec.gpus
             if is_overfull:  # Leave room for sleeping servers, which reserve a tiny part of a GPU.

@@ -187,7 +187,7 @@ class PolicyGroup:
         return self.info
 
     def update(self, groups: list[list[Sample]], lr: float, max_logprob_diff: float = math.inf) -> dict:
-        shares = split(mini_batches(groups, self.config), len(self.actors) or 1)
+        shares = split(mini_batches(groups, self.config), len(self.actors))
         before = self.num_updates
         self.num_updates = None
         try:
