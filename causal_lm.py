@@ -159,7 +159,7 @@ def rotary_embeddings(config) -> list[dict]:
     return [part for part in (found, *found.values()) if isinstance(part, dict) and "rope_type" in part]
 
 
-def load_tokenizer(source: str, trust_remote_code=False):
+def load_tokenizer(source: str, trust_remote_code: bool):
     """Load a tokenizer that splits text as the model's tokenizer.json does.
 
     transformers builds the tokenizer of some classes, such as Llama's, from the vocabulary alone. If the

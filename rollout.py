@@ -584,7 +584,7 @@ PACK = 2**29  # number of bytes of weights in a file, unless a single tensor has
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # names in safetensors headers
 
 
-def packs(weights, folder: "WeightFolder | None" = None):
+def packs(weights, folder: "WeightFolder | None"):
     """Yield the contents of safetensors files (arrays of bytes) with these named tensors.
 
     Each tensor is copied only once: into a memory-mapped file of the folder, or without a folder into a

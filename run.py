@@ -699,7 +699,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def template_options(config, tokenizer, now: datetime | None = None) -> dict:
+def template_options(config, tokenizer, now: datetime | None) -> dict:
     """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
     options = json_object("chat_template_kwargs", config.chat_template_kwargs)
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
