@@ -242,9 +242,9 @@ def forwarded_headers(headers, dropped: set[str]) -> CIMultiDict:
     return kept
 
 
-def session_weight(session: str, url: str) -> bytes:
+def session_weight(session_id: str, url: str) -> bytes:
     """Return a server's weight for rendezvous hashing, which chooses the server with the largest weight."""
-    return hashlib.sha256(f"{session} {url}".encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(f"{session_id} {url}".encode("utf-8", "surrogateescape")).digest()
 
 
 def error_text(error: Exception) -> str:
@@ -527,13 +527,13 @@ class Router:
     def healthy_workers(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.healthy]
 
-    def acquire(self, tried, session: str) -> Worker | None:
+    def acquire(self, tried, session_id: str) -> Worker | None:
         """Choose a healthy server that is not in `tried`, or return None. Count the request as in flight."""
         ready = [one for one in self.healthy_workers() if one not in tried]
         if not ready:
             return None
-        if session:  # With rendezvous hashing, only sessions of a server that joins or leaves move.
-            worker = max(ready, key=lambda one: session_weight(session, one.url))
+        if session_id:  # With rendezvous hashing, only sessions of a server that joins or leaves move.
+            worker = max(ready, key=lambda one: session_weight(session_id, one.url))
         elif self.config.policy == "least_loaded":
             worker = min(ready, key=lambda one: (one.in_flight, one.turn))
         else:
@@ -542,7 +542,7 @@ class Router:
         worker.in_flight += 1
         return worker
 
-    async def choose(self, tried: list, avoided: list, suspect: bool, deadline: float, session: str):
+    async def choose(self, tried: list, avoided: list, suspect: bool, deadline: float, session_id: str):
         """Choose a server as `acquire` does, but let some requests wait. Return None if there is no server.
 
         An `avoided` server is chosen only if there is no other one.
@@ -556,7 +556,7 @@ class Router:
         if suspect:
             turn = self.suspects
         else:
-            worker = self.acquire(tried + avoided, session) or self.acquire(tried, session)
+            worker = self.acquire(tried + avoided, session_id) or self.acquire(tried, session_id)
             if worker or tried:
                 return worker
         self.waiting += 1
@@ -566,12 +566,12 @@ class Router:
                     async with turn:
                         if suspect:
                             await asyncio.sleep(ALONE_SECONDS)
-                        worker = self.acquire(tried, session)
+                        worker = self.acquire(tried, session_id)
                     if worker:
                         return worker
                     await self.health_changed.wait()  # without the turn, which others can use
         except TimeoutError:
-            return self.acquire(tried, session)
+            return self.acquire(tried, session_id)
         finally:
             self.waiting -= 1
 
@@ -582,13 +582,13 @@ class Router:
         headers = forwarded_headers(request.headers, NEW_BODY)
         if self.server_key:
             headers["Authorization"] = f"Bearer {self.server_key}"
-        session = request.headers.get("X-Session-Id", "")
+        session_id = request.headers.get("X-Session-Id", "")
         tried = []  # living servers that have seen the request
         avoided = []  # the server for which the router lacked a connection, if any
         fates = []  # what became of each server that has seen the request (see `judge_failure`)
         answer, problem = None, ""
         while len(fates) < config.max_attempts:
-            worker = await self.choose(tried, avoided, "dead" in fates, deadline, session)
+            worker = await self.choose(tried, avoided, "dead" in fates, deadline, session_id)
             if not worker:
                 break
             if fates:
@@ -609,7 +609,7 @@ class Router:
             if fate == "late":
                 remedy = f"raise --request-timeout {OF_ROUTER}"
                 return error_response(504, f"no response within {config.request_timeout:g} s; {remedy}")
-            if fate == "lacking" and not session:
+            if fate == "lacking" and not session_id:
                 avoided = [worker]  # A lack of ports may concern only connections to this server.
             if fate in ("lacking", "unreachable"):
                 continue  # No server has seen the request.

@@ -72,7 +72,7 @@ class TurnRequest:
     limit: int  # The maximum number of tokens that the policy may add.
     stop: list[str]
     stop_ids: dict[int, str]  # The special tokens at which the turn stops, and their texts.
-    session: str
+    session_id: str
     answer: asyncio.Future | None = None  # Its result is a pair: token ids and log-probabilities.
 
 
@@ -91,7 +91,7 @@ class Trajectory:
         self._place = place
         self._wave = wave
         self._runner = wave.runner
-        self._session = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
+        self._session_id = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
         self._left = wave.runner.timeout  # Seconds that the function may still take.
         self._expired: asyncio.Future | None = None  # Done when no seconds are left.
         self._call: asyncio.Task | None = None  # The call of the function.
@@ -148,7 +148,7 @@ class Trajectory:
             self._end()
         self._pause()
         try:
-            turn = TurnRequest(self._place, self.ids, limit, texts, marks, self._session)
+            turn = TurnRequest(self._place, self.ids, limit, texts, marks, self._session_id)
             ids, logprobs = await self._wave.ask(turn)
         finally:
             self._working_since = time.monotonic()
@@ -912,7 +912,7 @@ class Wave:
         if turn.stop:
             request["stop"] = turn.stop
         request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
-        headers = {"X-Session-Id": turn.session}
+        headers = {"X-Session-Id": turn.session_id}
         # In a task of the group, a failure of the servers ends the run even if the function catches it.
         task = self.tasks.create_task(request_completion(self.session, self.servers, request, headers))
         self.requests[turn.place] = task
