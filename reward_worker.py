@@ -142,7 +142,7 @@ class UncachedLoader(SourceFileLoader):
         raise OSError("the cache is not used")
 
 
-def load_function(spec: str, kind: str = "--reward-fn"):
+def load_function(spec: str, field: str = "reward_fn"):
     """Load the function FILE:NAME. The file may import files in its folder. Raise ValueError on failure."""
     file, _, name = spec.rpartition(":")
     path = Path(file)
@@ -160,7 +160,7 @@ def load_function(spec: str, kind: str = "--reward-fn"):
         reason = f"loading the file failed: {error_line(error, file)}"
         if "relative import" in reason:  # The file belongs to a package.
             reason += "; pass a file outside the package that imports the function"
-        raise ValueError(f"{kind} {spec}: {reason}") from error
+        raise ValueError(f"{flag(field)} {spec}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):
         here = [
@@ -169,7 +169,7 @@ def load_function(spec: str, kind: str = "--reward-fn"):
             if inspect.isfunction(value) and key[0] != "_" and value.__module__ == module_name
         ]
         raise ValueError(
-            f"{kind} {spec}: {path.name} has no function {name}; it defines "
+            f"{flag(field)} {spec}: {path.name} has no function {name}; it defines "
             f"{', '.join(here[:10]) or 'no function'}"
         )
     return function
@@ -195,7 +195,7 @@ def load_in_this_process(field: str, spec: str):
     """Load a user's function for this process. The function may import modules from its folder later."""
     path, name = file_and_name(field, spec)
     with modules_of_the_user(path.parent):
-        function = load_function(f"{path}:{name}", flag(field))
+        function = load_function(f"{path}:{name}", field)
         theirs = {module: sys.modules[module] for module in local_modules(path.parent)}
     for module, loaded in theirs.items():
         sys.modules.setdefault(module, loaded)  # If the name is taken, our module stays.
