@@ -244,19 +244,19 @@ def has_evaluation(line: dict) -> bool:
 class Log:
     """Writes metrics.jsonl (one line per step), samples.jsonl and curves.png; logs to TensorBoard and W&B.
 
-    A run resumes after `first_step`: lines of later steps are dropped, because these steps will be repeated.
+    A run resumes after `step`: lines of later steps are dropped, because these steps will be repeated.
     """
 
-    def __init__(self, config, first_step: int):
+    def __init__(self, config, step: int):
         self.config = config
         self.folder = Path(config.out_dir)
         # With --overlap, two threads may write samples at the same time.
         self.samples_lock = threading.Lock()
         self.tensorboard = None
-        self.rewind(first_step or -1)
+        self.rewind(step or -1)
         self.wandb = None
         if config.wandb:
-            self.wandb = start_wandb(config, first_step)
+            self.wandb = start_wandb(config, step)
 
     def rewind(self, step: int):
         """Delete the lines of all steps after this one, also in TensorBoard."""
@@ -388,13 +388,13 @@ class Log:
             self.wandb.finish()
 
 
-def start_wandb(config, first_step: int):
+def start_wandb(config, step: int):
     """Start a run of Weights & Biases, or resume the run whose id is in the output directory."""
     import wandb
 
     folder = Path(config.out_dir)
     id_file = folder / "wandb_id"
-    if not (first_step and id_file.is_file()):
+    if not (step and id_file.is_file()):
         id_file.write_text(os.urandom(4).hex())
     command = sys.argv
     sys.argv = without_secrets(command)  # W&B records it.

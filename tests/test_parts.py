@@ -339,7 +339,7 @@ def test_run_folder_alone(alone):
 from types import SimpleNamespace
 from run_folder import Log
 config = SimpleNamespace(out_dir=".", total_steps=1, advantage_kwargs="{}", tensorboard=False, wandb=False)
-log = Log(config, first_step=0)
+log = Log(config, step=0)
 log.metrics({"step": 1, "reward/mean": 0.5})
 log.close()
 """

@@ -76,7 +76,7 @@ def test_validation_metrics_by_hand():
 
 def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_path, monkeypatch):
     metrics = validation_metrics([[scored(1.0, {"data_source": "openai/gsm8k"}, acc=True, steps=2)]])
-    log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), step=0)
     log.metrics({"step": 0} | metrics)
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
@@ -94,7 +94,7 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
     ],
 )
 def test_a_sampler_that_suddenly_differs_is_reported(tmp_path, capsys, differences, warned):
-    log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), step=0)
     log.metrics({"step": 0})
     said = []
     for step, difference in enumerate(differences, 1):
@@ -166,7 +166,7 @@ def test_samples_of_an_evaluation_that_was_cut_short_are_dropped_on_resume(tmp_p
     (tmp_path / "metrics.jsonl").write_text(metrics)
     lines = [f'{{"step": {step}, "split": "{split}"}}\n' for step in (0, 2) for split in ("train", "val")]
     (tmp_path / "samples.jsonl").write_text("".join(lines))
-    run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=2)
+    run_folder.Log(config_of(out_dir=str(tmp_path)), step=2)
     assert (tmp_path / "samples.jsonl").read_text() == "".join(lines[:3])
 
 
@@ -203,7 +203,7 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
     )
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n')
     config = config_of(out_dir=str(tmp_path), samples_per_step=1)
-    log = run_folder.Log(config, first_step=1)
+    log = run_folder.Log(config, step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n'
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "split": "train"}\n'
     log.metrics({"step": 2, "reward/mean": 1 / 3})
@@ -213,7 +213,7 @@ def test_a_resumed_log_keeps_the_lines_up_to_the_checkpoint_and_drops_a_torn_one
         "reward/mean": 0.333333,
     }
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    run_folder.Log(config, first_step=0)  # this log starts from the beginning
+    run_folder.Log(config, step=0)  # this log starts from the beginning
     assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "samples.jsonl").read_text() == ""
 
 
@@ -221,17 +221,17 @@ def test_a_log_that_goes_on_diagnoses_from_the_samples_of_before_and_of_no_dropp
     """It gets the same samples as in an uninterrupted run."""
     row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
     config = config_of(out_dir=str(tmp_path), samples_per_step=1)
-    log = run_folder.Log(config, first_step=0)
+    log = run_folder.Log(config, step=0)
     for step in range(1, 4):
         log.samples(step, "train", [[scored(1.0, row)]], None)
     log.rewind(2)
     assert [line["step"] for line in log.recent] == [1, 2]
-    assert [line["step"] for line in run_folder.Log(config, first_step=1).recent] == [1]
+    assert [line["step"] for line in run_folder.Log(config, step=1).recent] == [1]
 
 
 def test_two_threads_may_write_samples_at_the_same_time(tmp_path, request):
     """With --overlap, a second thread writes samples of the next step if missing verdicts stop the run."""
-    log = run_folder.Log(config_of(out_dir=str(tmp_path), samples_per_step=1000), first_step=0)
+    log = run_folder.Log(config_of(out_dir=str(tmp_path), samples_per_step=1000), step=0)
     row = {"data_source": "a", "prompt": [{"content": "?"}], "reward_model": {"ground_truth": "7"}}
     groups = [[scored(1.0, row, "long answer " * 250)] for _ in range(100)]
 
@@ -252,7 +252,7 @@ def test_two_threads_may_write_samples_at_the_same_time(tmp_path, request):
 
 def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     config = config_of(out_dir=str(tmp_path), samples_per_step=3)
-    log = run_folder.Log(config, first_step=0)
+    log = run_folder.Log(config, step=0)
     truth = {"reward_model": {"ground_truth": "7"}}
     rows = [
         truth | {"data_source": name, "prompt": [{"content": f"ask {name}{i}"}]}
@@ -418,8 +418,8 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path, 
     itself = []
     itself.append(itself)
     sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}, "itself": itself, 7: [1.5]}
-    run_folder.Log(config, first_step=0).samples(1, "train", [[sample]], None)
-    run_folder.Log(config, first_step=1)
+    run_folder.Log(config, step=0).samples(1, "train", [[sample]], None)
+    run_folder.Log(config, step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text("utf-8").rstrip("\n").split("\n")
     assert (
         json.loads(line)["response"] == "one\u2028two\x85three"
@@ -484,7 +484,7 @@ def test_room_is_asked_for_the_checkpoints_to_come(tmp_path, monkeypatch, keep, 
 
 
 def test_six_digits_of_fractions_are_logged_and_all_of_counts(tmp_path):
-    log = run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0)
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), step=0)
     log.metrics(
         {
             "step": 12345678,
@@ -514,7 +514,7 @@ def test_a_judge_that_nobody_asked_has_no_metrics():
 
 def test_an_evaluation_joins_the_line_of_its_step(tmp_path):
     config = config_of(out_dir=str(tmp_path), samples_per_step=1)
-    log = run_folder.Log(config, first_step=0)
+    log = run_folder.Log(config, step=0)
     for values in (
         {"step": 0},
         {"step": 1, "reward/mean": 0.5},
@@ -561,7 +561,7 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     secret = '{"judges": [{"apiKey": "hush"}]}'
     monkeypatch.setattr(sys, "argv", ["grpo_trainer.py", "--reward-kwargs", secret])
     config = config_of(out_dir=str(tmp_path), tensorboard=True, wandb=True, reward_kwargs=secret)
-    log = run_folder.Log(config, first_step=0)
+    log = run_folder.Log(config, step=0)
     row = {"data_source": "toy", "prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
     for step in (1, 2):
         for split in ("train", "val"):
@@ -770,7 +770,7 @@ def test_a_start_that_was_cut_off_spoils_neither_file(tmp_path):
 
 def test_curves_that_cannot_be_drawn_at_the_end_hide_no_earlier_error(tmp_path, capsys):
     (tmp_path / "curves.png").mkdir()
-    run_folder.Log(config_of(out_dir=str(tmp_path)), first_step=0).close()
+    run_folder.Log(config_of(out_dir=str(tmp_path)), step=0).close()
     assert "curves.png was not drawn ([Errno 21] Is a directory" in capsys.readouterr().out
 
 
@@ -793,7 +793,7 @@ def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch, 
         monkeypatch.setenv(name, value)
     run = SimpleNamespace(finish=None, define_metric=lambda *names, **options: None)
     monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(settings) or run)
-    run_folder.Log(config_of(out_dir=str(tmp_path), wandb=True), first_step=0)
+    run_folder.Log(config_of(out_dir=str(tmp_path), wandb=True), step=0)
     assert [settings["project"] for settings in runs] == [project]
 
 
