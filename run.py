@@ -46,7 +46,7 @@ from prepare_data import checked_row, errors_at, read_rows
 from rollout import PolicyServers, check_sampling
 from run_folder import (
     Log,
-    check_folder,
+    lock_folder,
     check_room,
     checkpoints_in,
     end_tokens,
@@ -85,7 +85,7 @@ class Run:
         self.num_updates = 0  # optimizer steps taken by the end of the latest step
         self.num_evaluations = 0  # since this process started
         self.started = datetime.now()  # when the run first started; a resumed run keeps this time
-        self.lock = check_folder(config, config.dry_run)  # No other run may use the directory now.
+        self.lock = lock_folder(config, config.dry_run)  # No other run may use the directory now.
         try:
             state = self.find_checkpoint()
             self.first_step = self.step + 1  # of this process

@@ -64,7 +64,7 @@ WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
 AS_JSON = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
-def check_folder(config, dry_run: bool = False):
+def lock_folder(config, dry_run: bool = False):
     """Create the output directory and lock it for this run; in a dry run, only check that this is possible.
 
     Returns:

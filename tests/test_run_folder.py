@@ -374,7 +374,7 @@ def test_a_run_that_is_killed_while_it_deletes_a_checkpoint_leaves_no_part_of_it
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", killed)
         run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": 2}, config)
-    run_folder.check_folder(config).close()
+    run_folder.lock_folder(config).close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
@@ -443,7 +443,7 @@ def test_samples_jsonl_has_the_advantages_of_tokens_in_runs():
 def test_what_a_killed_run_left_half_written_is_cleared_away(tmp_path):
     (tmp_path / "checkpoints/.step_3.tmp").mkdir(parents=True)
     (tmp_path / "checkpoints/.step_3.tmp/model.safetensors").write_text("half")
-    run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
+    run_folder.lock_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -869,12 +869,12 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
     half_written = tmp_path / "checkpoints/.step_3.tmp/model.safetensors"
     config = SimpleNamespace(out_dir=__file__, resume="auto")
     with pytest.raises(OSError, match=f"^--out-dir {__file__}: File exists; pass another directory"):
-        run_folder.check_folder(config)
+        run_folder.lock_folder(config)
     config = SimpleNamespace(out_dir=str(tmp_path), resume="auto")
     code = f"""
         from types import SimpleNamespace
         import run_folder
-        with run_folder.check_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto")):
+        with run_folder.lock_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto")):
             print("held")
             input()
         print("let go")
@@ -888,15 +888,15 @@ def test_a_folder_is_held_by_one_run_and_a_second_start_deletes_nothing(tmp_path
             config.resume = resume
             message = "--out-dir .*: is in use by another run; wait until it ends, or pass another"
             with pytest.raises(ValueError, match=message):
-                run_folder.check_folder(config)
+                run_folder.lock_folder(config)
         assert half_written.exists()
         run.stdin.write("\n")
         run.stdin.flush()
         assert run.stdout.readline() == "let go\n"
-        with run_folder.check_folder(config):
+        with run_folder.lock_folder(config):
             assert not half_written.parent.exists()
             with pytest.raises(ValueError, match="in use by another run"):
-                run_folder.check_folder(config)
+                run_folder.lock_folder(config)
         run.kill()
 
 
@@ -909,7 +909,7 @@ def test_a_file_system_without_locks_is_named_with_a_remedy(tmp_path, monkeypatc
         f"^--out-dir {tmp_path}: its file system does not support file locks .*; mount it .*another directory"
     )
     with pytest.raises(OSError, match=message):
-        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
+        run_folder.lock_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto"))
 
 
 def test_a_run_that_was_killed_holds_nothing(tmp_path):
@@ -917,7 +917,7 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
     code = f"""
         from types import SimpleNamespace
         import os, run_folder, sys
-        lock = run_folder.check_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto"))
+        lock = run_folder.lock_folder(SimpleNamespace(out_dir={str(tmp_path)!r}, resume="auto"))
         if os.fork() == 0:
             print("forked")
             sys.stdin.read()
@@ -926,7 +926,7 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
     with in_another_process(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == "forked\n"
         run.wait()
-        run_folder.check_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto")).close()
+        run_folder.lock_folder(SimpleNamespace(out_dir=str(tmp_path), resume="auto")).close()
 
 
 STEP = """
