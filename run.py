@@ -216,7 +216,7 @@ class Run:
                 f"--model {self.base_model}: the folder contains LoRA adapters; merge them with python -m "
                 f"tools.merge_lora {self.base_model} OUT, and pass --model OUT"
             )
-        replace(config.policy_servers(), model=self.base_model).check()
+        replace(config.policy_server_config(), model=self.base_model).check()
         trust = config.trust_remote_code
         self.model_config = read_config(self.base_model, trust, config.max_positions)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.model_config), None)
@@ -468,7 +468,7 @@ class Run:
             print("no GPU of the Ray cluster is used, because this PyTorch is a build for CPUs")
         self.config = config = self.config.resolved(count_gpus())
         if config.rollout == "vllm":
-            replace(config.policy_servers(), model=self.base_model, device=config.device).check()
+            replace(config.policy_server_config(), model=self.base_model, device=config.device).check()
         self.reservation = None  # On a CPU, each process reserves its own resources.
         if config.device == "cuda":
             from cluster import placement
@@ -578,7 +578,7 @@ class Run:
             self.policy.samples_itself = True
 
     def start_servers(self, stack):
-        config = replace(self.config.policy_servers(), max_model_len=self.max_sequence_length)
+        config = replace(self.config.policy_server_config(), max_model_len=self.max_sequence_length)
         if isinstance(self.policy, Policy):
             self.servers = PolicyServers(self.policy, self.tokenizer, config)
         else:

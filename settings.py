@@ -257,7 +257,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         configs = super().server_configs(sleep_mode)
         return {name: replace(config, log_dir=logs) for name, config in configs.items()}
 
-    def policy_servers(self):
+    def policy_server_config(self):
         """Return the genrm_server.Config of the servers of --rollout vllm."""
         import genrm_server
 

@@ -338,7 +338,7 @@ def check_speed(work: Path, device=GPU, count=512, length=512):
         stack.callback(reservation.close)
         group = PolicyGroup(config, config.model, reservation)
         stack.callback(group.shutdown)
-        settings = replace(config.policy_servers(), max_model_len=2 * length, log_dir=work / "speed")
+        settings = replace(config.policy_server_config(), max_model_len=2 * length, log_dir=work / "speed")
         servers, ready, *_ = measure(device, partial(ClusterServers, group, tokenizer, settings))
         stack.callback(servers.shutdown)
         options = dict(temperature=1.0, eos_ids=(), rollout_batch_size=count)

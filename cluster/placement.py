@@ -65,7 +65,7 @@ def process_specs(config) -> dict[str, ProcessSpec]:
     on_gpu = config.device == "cuda"
     specs = {"rank": rank_spec(config)}
     if config.rollout == "vllm":
-        specs["policy server"] = server_spec(replace(config.policy_servers(), device=config.device))
+        specs["policy server"] = server_spec(replace(config.policy_server_config(), device=config.device))
     judges = config.server_configs(sleep_mode=on_gpu and config.reward_mode == "colocate")
     for name, judge in judges.items():
         specs[name] = server_spec(with_device(judge))

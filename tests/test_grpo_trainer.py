@@ -621,7 +621,7 @@ def test_all_logs_of_servers_are_in_the_output_directory():
     config = grpo_trainer.Config(model="m", train_file="t", out_dir="o", genrm=("a", "rm=b"))
     logs = {name: judge.log_dir for name, judge in config.server_configs().items()}
     assert logs == {"genrm": Path("o/genrm_logs"), "rm": Path("o/genrm_logs")}
-    assert config.policy_servers().log_dir == Path("o/rollout_logs")
+    assert config.policy_server_config().log_dir == Path("o/rollout_logs")
 
 
 @pytest.mark.slow

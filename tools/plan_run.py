@@ -271,7 +271,7 @@ def report(config, num_rows: int, num_validation: int = 0) -> str:
 def servers_of(config) -> dict:
     """Return {name: genrm_server.Config} for the servers of the policy and the judges."""
     longest = config.max_prompt_length + config.max_response_length
-    policy_server = dataclasses.replace(config.policy_servers(), max_model_len=longest)
+    policy_server = dataclasses.replace(config.policy_server_config(), max_model_len=longest)
     return {"policy server": policy_server} | config.server_configs()
 
 
