@@ -202,7 +202,7 @@ def masked_advantages(groups: Groups, options) -> torch.Tensor:
     return advantages
 
 
-def lose_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
+def drop_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
     """Remove verdicts with a NaN reward or an advantage that is not finite. Return whether there were any."""
     # The loss is computed in float32, where a large number may become infinite.
     has_number_B = advantages.float().isfinite().reshape(len(results.samples), -1).all(1)
@@ -235,7 +235,7 @@ def set_advantages(
     """
     results = Groups(groups, decode, require_keys)
     advantages = masked_advantages(results, options)
-    while lose_verdicts(results, advantages):
+    while drop_verdicts(results, advantages):
         results = Groups(groups, decode)
         advantages = masked_advantages(results, options)
 

@@ -329,14 +329,14 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]]) -> None:
     if rate > limit or rate == 1:
         complaint = f"{rate:.0%} of the rollouts have failed"
         remedy = "fix the rollout function, because failed rollouts get no reward"
-        stop(run, batch, failed[0], complaint, remedy)
+        stop_run(run, batch, failed[0], complaint, remedy)
     recent = run.recent_verdicts[batch.split]
     counts = verdict_counts(sample.result for sample in chain(*without_failures(groups)))
     counts["step"] = batch.step  # A resumed run drops the counts of steps that it repeats.
     # A step that needed no verdict only matters while there are few samples.
     if counts["needed"] or sum(earlier["samples"] for earlier in recent[1:]) < MIN_VERDICTS:
         recent.append(counts)
-    while sum(counts["needed"] for counts in recent[1:]) >= MIN_VERDICTS:
+    while sum(earlier["needed"] for earlier in recent[1:]) >= MIN_VERDICTS:
         del recent[0]
     ended = [sample for sample in samples if not sample.failure]
     of_batch = verdict_counts(sample.result for sample in ended)
@@ -348,10 +348,10 @@ def check_results(run: Run, batch: Batch, groups: list[list[Sample]]) -> None:
         first = next(sample for sample in ended if sample.result["reward_score"] is None)
         complaint = f"{rate:.0%} of the samples that needed a verdict have none"
         del recent[-1]  # A resumed run repeats this step or evaluation.
-        stop(run, batch, first, complaint, "check the reward function and the reward model")
+        stop_run(run, batch, first, complaint, "check the reward function and the reward model")
 
 
-def stop(run: Run, batch: Batch, sample: Sample, complaint: str, remedy: str) -> None:
+def stop_run(run: Run, batch: Batch, sample: Sample, complaint: str, remedy: str) -> None:
     """Write the samples of a batch for diagnosis, and raise RuntimeError. `sample` is the first bad one."""
     # If this step has been evaluated before, the samples stay, because the metrics do.
     if batch.split == "train" or not has_evaluation(run.log.history[-1]):

@@ -509,10 +509,10 @@ class PolicyServers:
 
     def compare(self, slot, answer: str) -> set[str]:
         """Return which weights a server holds as they were sent. Raise RuntimeError if `kept` ones differ."""
-        from weight_sums import compare
+        import weight_sums
 
         held = json.loads(answer).get("results", [])
-        return compare(f"{slot.name} (log: {slot.log})", self.sums_of(slot), held, self.kept)
+        return weight_sums.compare(f"{slot.name} (log: {slot.log})", self.sums_of(slot), held, self.kept)
 
     def check(self):
         """Raise RuntimeError if the servers can no longer respond. Rollouts call this while they wait."""

@@ -443,8 +443,8 @@ class Router:
 
     def move_requests(self, worker: Worker) -> None:
         """Take the requests away from a server that hangs, so that `forward` sends them to other servers."""
-        for limit, server in self.time_limits.items():
-            if server is worker:
+        for limit, other in self.time_limits.items():
+            if other is worker:
                 with contextlib.suppress(RuntimeError):  # The limit may be expiring already.
                     limit.reschedule(0)
 

@@ -91,7 +91,7 @@ class Run:
             self.first_step = self.step + 1  # of this process
             self.scored_by = state.get("scored_by")
             self.check_evaluation()
-            self.read_tokenizer()
+            self.read_model()
             self.read_data()
             self.compare_prompts(state)
             self.read_rollout_function()
@@ -206,7 +206,8 @@ class Run:
                 "train on all of them, pass the checkpoint as --model and another --out-dir"
             )
 
-    def read_tokenizer(self):
+    def read_model(self):
+        """Read the model's config.json and tokenizer. Raises ValueError if the run cannot train or serve it."""
         config = self.config
         self.base_model = self.resume_from
         if config.lora_rank:  # An adapter checkpoint does not contain the base model.

@@ -176,8 +176,8 @@ def read_samples(config: Config, job) -> tuple[list[dict], list[dict]]:
     for number, row in enumerate(rows):
         with errors_at(f"--data {config.data}, row {number}"):
             check_row(row)
-            is_asked = "prompt" in job.columns and "prompt" in row
-            samples.append(checked_row(row, is_table) if is_asked else row)
+            gets_prompt = "prompt" in job.columns and "prompt" in row
+            samples.append(checked_row(row, is_table) if gets_prompt else row)
         theirs = COLUMNS.keys() & row.keys()
         if theirs and len(theirs) < len(COLUMNS):  # A row with all three columns has been scored before.
             raise ValueError(

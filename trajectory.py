@@ -795,7 +795,7 @@ class Wave:
     max_response_length: int
     eos_ids: set[int]
     servers: object | None
-    settings: dict  # The sampling parameters, which all requests share.
+    sampling: dict  # The sampling parameters, which all requests share.
     rollout_batch_size: int
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # roll_out reads these events.
     calls: dict = field(default_factory=dict)  # trajectory -> arguments of its call
@@ -908,7 +908,7 @@ class Wave:
                 )
 
     async def ask_servers(self, turn: TurnRequest):
-        request = self.settings | {"prompt": turn.ids, "max_tokens": turn.limit}
+        request = self.sampling | {"prompt": turn.ids, "max_tokens": turn.limit}
         if turn.stop:
             request["stop"] = turn.stop
         request["stop_token_ids"] = sorted({*self.eos_ids, *turn.stop_ids})
