@@ -7,7 +7,7 @@ Your own advantage or loss is a function in your own file (--advantage FILE:NAME
 says what it must do, recipes/advantages.py has worked examples, and docs/algorithms.md compares them. FAPO's
 reward (equation 8 of the paper) is computed in compute_score.py.
 
-It imports nothing from this repository but reward_worker.py and policy.py, to load and check FILE:NAME.
+This file imports nothing from this repository but reward_worker.py and policy.py, to check FILE:NAME.
 Not covered: value functions (GAE), a KL term inside the reward.
 Tensor names end in their shapes: P prompts, G samples per prompt, B = P * G sequences, T tokens in the
 longest response.
@@ -105,6 +105,9 @@ class Groups:
         lengths_P_G, prompt_lengths_P_G: The lengths of responses and prompts in tokens.
         tokens_T: The token indices 0, 1, ... of the longest response.
         samples, infos: Each policy.Sample in a flat list, and what the reward function returned for it.
+        tensor(values): One number per sample, arranged P x G.
+        check_key(key): Raises RuntimeError if no result has this key, for functions that read `infos`.
+        decode(ids): The text of these tokens.
 
     Args:
         groups: Lists of policy.Sample objects that have a `result`.
@@ -118,7 +121,7 @@ class Groups:
         self.samples = list(chain(*groups))
         self.decode = decode
         self.require_keys = require_keys
-        self.infos = []  # What the reward function returned for each sample; empty without a verdict.
+        self.infos = []  # A sample without a verdict has {}.
         rewards = []
         penalties = []
         for sample in self.samples:

@@ -62,13 +62,13 @@ def remove_boxed(boxed: str) -> str:
     return match[1]
 
 
-# The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1) as used in DAPO; docs/answers.md
-# lists extensions and stricter rules. An answer is split into LaTeX tokens. The tokens on each line of the
-# first table, and between semicolons of the second one, are synonyms. The first one replaces the others.
 def _first_of_line(table):
     return {token: line.split()[0] for line in re.split("[\n;]", table) for token in line.split()}
 
 
+# The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1) as used in DAPO; docs/answers.md
+# lists extensions and stricter rules. An answer is split into LaTeX tokens. The tokens on each line of the
+# first table, and between semicolons of the second one, are synonyms. The first one replaces the others.
 _SAME = _first_of_line(r"""
 - − – ‑ \textminus
 ^ \textsuperscript
@@ -1173,8 +1173,8 @@ async def judge_solution(problem, answer, solution, address, prompt_style="tagge
 
     Returns:
         A dict with first_wrong (index of the first wrong paragraph, from 0; -1 if there is none, None if
-        unknown), genrm_status ("ok", "truncated", "unparsable", "http_error", "timeout" or "skipped"),
-        genrm_error, genrm_shared (whether the answer came from an identical request) and critique.
+        unknown), genrm_status ("ok", "truncated", "unparsable", "http_error" or "timeout"), genrm_error,
+        genrm_shared (whether the answer came from an identical request) and critique.
     """
     prompt = format_critic_prompt(problem, answer, solution, prompt_style)
     status, text, tokens = await chat(prompt, address, **settings)
@@ -1267,7 +1267,8 @@ async def compute_score_fapo(
         genrm_chat_kwargs: arguments for the judge's chat template, such as {"enable_thinking": false}.
         genrm_*: all other settings are passed to `chat` without the prefix.
     Returns:
-        A dict with score, acc, pred, flawed_positive (None if unknown) and the values of `judge_solution`.
+        A dict with score, acc, pred, flawed_positive (None if unknown) and the values of `judge_solution`,
+        with the genrm_status "skipped" if the judge was not asked.
     Raises:
         ValueError: The judge is needed, but its address or the text of the problem is missing.
     """

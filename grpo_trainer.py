@@ -291,9 +291,10 @@ def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
 
 
 def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
-    """Set the advantages of a round's samples. Returns the groups to train on.
+    """Add a round's groups to the batch, and set their advantages. Returns the groups to train on.
 
-    With --dynamic-sampling, only groups with a learning signal are returned.
+    With --dynamic-sampling, only groups with a learning signal are returned. Raises RuntimeError as
+    check_results does. The check comes last, because an advantage may cost a sample its verdict.
     """
     batch.groups += groups
     is_first = batch.step == run.first_step and batch.rounds == 1

@@ -5,8 +5,8 @@
 
 The losses are in algorithm.py, the forward pass is in causal_lm.py, and sampling is in rollout.py.
 docs/plain_grpo.py is a training script that uses only these files and settings.py. For several ranks,
-cluster/ranks.py has a subclass that overrides `setup_model`, `all_reduce`, `model_logprobs` and `forward`.
-There, `update_mini_batches` gets one rank's share of the samples.
+cluster/ranks.py has a subclass that overrides `load`, `setup_model`, `all_reduce`, `model_logprobs`,
+`forward` and `logprobs_of`. There, `update_mini_batches` gets one rank's share of the samples.
 This file needs algorithm.py and causal_lm.py.
 Not covered: a critic model, images, several passes over the same samples.
 Tensor names end in their shapes: B sequences in a micro-batch, T tokens in the longest response.
@@ -192,7 +192,7 @@ class Policy:
             check_plain_head(model, self.device)
         return model
 
-    # ---- methods that the subclass for several ranks overrides
+    # ---- methods that the subclass for several ranks overrides, like `load` and `logprobs_of`
 
     def setup_model(self, model) -> None:
         """Set the dtypes of a loaded model, and move the model to its device."""

@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -194,7 +195,6 @@ def check_columns(row: dict, needed, where: str) -> None:
         raise ValueError(f"{where}: reward_model is {about!r:.60}; it needs a ground_truth")
 
 
-# --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
 def checked_row(row: dict, is_table: bool) -> dict:
     """Return the row with a prompt that chat templates accept. Raises ValueError if the row is malformed.
 
@@ -260,6 +260,7 @@ def checked_message(message) -> dict:
     return kept | {"content": content}
 
 
+# --- 3. One raw row of a data set -> one row (without its index) --------------------------------------------
 def _pick(raw, columns: str):
     """Return the value of the column that `_column` chooses."""
     return _column(raw, columns)[1]
@@ -407,7 +408,7 @@ class Source(NamedTuple):  # An output file and the source of its rows.
     repo: str  # on the Hugging Face Hub
     files: str  # glob pattern of the files on the Hub
     answer: str = ANSWER  # answer columns of the Hub and of common copies, to try in this order
-    build: object = build_math  # raw row -> row, or None to leave it out
+    build: Callable = build_math  # returns the row of a raw row, or None to leave it out
 
 
 SOURCES = [

@@ -582,7 +582,8 @@ class RewardLoopManager:
 
         try:
             await worker.call("submit", batch)
-        except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError):  # The worker died, or the call was lost.
+        except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError):
+            # The worker died, or the call was lost.
             worker.ready = False  # _collect_from sets this to True when the worker responds again.
             self._requeue(worker, batch)
 
@@ -971,7 +972,7 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
     Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
     `sleep_mode`, the reward models sleep between batches. For `overlong`, see RewardLoopManager.
     """
-    options.make_job()
+    options.make_job()  # This checks the options before Ray starts.
     if connect_ray():
         import ray
 

@@ -46,11 +46,11 @@ from prepare_data import checked_row, errors_at, read_rows
 from rollout import PolicyServers, check_sampling
 from run_folder import (
     Log,
-    lock_folder,
     check_room,
     checkpoints_in,
     end_tokens,
     has_evaluation,
+    lock_folder,
     note_start,
     read_lines,
     save_checkpoint,
@@ -207,7 +207,7 @@ class Run:
             )
 
     def read_model(self):
-        """Read the model's config.json and tokenizer. Raises ValueError if the run cannot train or serve it."""
+        """Read the model's config.json and tokenizer. Raises ValueError if the run cannot use the model."""
         config = self.config
         self.base_model = self.resume_from
         if config.lora_rank:  # An adapter checkpoint does not contain the base model.
@@ -521,7 +521,7 @@ class Run:
         except (ValueError, RanksLost):
             raise
         except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
-            lines = reward_worker.error_line(first_cause(error))
+            lines = reward_worker.error_line(first_cause(error))  # It writes each line break as \n.
             why = lines.rpartition(r"\n")[2]
             if (
                 re.search("(?i)out of memory|can('t|not) allocate memory", why)

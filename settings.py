@@ -230,7 +230,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.rollout == "hf":
             of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
             check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
-            self.resolved(0)
+            self.resolved(0)  # This checks that the policy is in the trainer's process.
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(

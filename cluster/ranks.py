@@ -135,18 +135,15 @@ class RankedPolicy(Policy):
 
 @dataclass
 class Ranks:
-    """The position of this process among the ranks. By default, this process is the only rank."""
+    """The position of this process among the ranks. A single rank needs only a `store`."""
 
     rank: int = 0
     count: int = 1
-    store: str = ""
-    """host:port of the TCPStore through which the ranks connect."""
-    address: str = "127.0.0.1"
-    """Address of this node for the other ranks."""
-    per_node: int = 1
-    """Maximum number of ranks on a node."""
+    store: str = ""  # host:port of the TCPStore through which the ranks connect
+    address: str = "127.0.0.1"  # of this node, for the other ranks
+    per_node: int = 1  # maximum number of ranks on a node
+    # SHA-256 of each file of the loss, if the loss is a function of the user's own.
     files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each file of the loss, if the loss is a function of the user's own."""
 
     def join(self, device: torch.device) -> None:
         """Connect this rank to the others, and return when all ranks have joined."""
