@@ -474,9 +474,10 @@ def check_advantage(options) -> str:
     The example has the keys of FAPO's results. A function that needs others is checked only by the run.
     """
     size = options.group_size
-    penalty = {"overlong_penalty": -0.5} if options.overlong_buffer else {}
+    # The mean of the rewards is not 0, so that a missing verdict which counts as 0 changes it.
+    penalty = {"overlong_penalty": -0.25} if options.overlong_buffer else {}
     right = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
-    wrong = dict(score=-1.0, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
+    wrong = dict(score=-0.5, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
     group = ([right, wrong | penalty] * size)[:size]
     compute = advantage_function(options)
     found = []
@@ -546,12 +547,14 @@ def check_loss(options) -> str:
     has_gradient_at_zero(options)  # An exception at advantage 0 should end the run here.
     if not torch.equal(call(*inputs)[0], loss_B_T):
         return ""  # The loss draws random numbers, so two calls cannot be compared.
-    for row in range(len(mask)):
-        alone = call(*[tensor[row : row + 1] for tensor in inputs])[0]
-        if not torch.allclose(alone * mask[row], loss_B_T[row] * mask[row], atol=1e-6):
+    for row, own_T in enumerate(mask):
+        length = 1 + own_T.nonzero().max()
+        alone = call(*[tensor[row : row + 1, :length] for tensor in inputs])[0]
+        apart_T = (alone - loss_B_T[row, :length]) * own_T[:length]
+        if apart_T.abs().max() > 1e-6:
             return (
-                "the loss of a sequence depends on the other sequences of its micro-batch, so that the "
-                "result would depend on the split into micro-batches"
+                "the loss of a sequence depends on the other sequences of its micro-batch or on the padding, "
+                "so that the result would depend on the split into micro-batches"
             )
     return ""
 
