@@ -263,6 +263,8 @@ import torch
 def sapo(logprobs, log_ratio, advantages, mask, positive=1.0, negative=1.05):
     tau = torch.where(advantages > 0, positive, negative)
     return -advantages * 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+
+sapo.over_sequences = True
 """,
 }
 

@@ -154,8 +154,10 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
             exec(compile(block, f"docs/{page}.md", "exec"), names)
     about = dict(data_source="gsm8k", ground_truth="4", extra_info={"question": "2+2?"})
     line = {"data_source": "gsm8k", "prompt": "2+2?", "ground_truth": "4", "response": "four", "step": 1}
+    line["response_length"] = 1
     row = names["row_of"](line)
-    assert row.keys() == {"data_source", "prompt", "reward_model", "extra_info", "response", "turns"}
+    columns = {"data_source", "prompt", "reward_model", "extra_info", "response", "response_length", "turns"}
+    assert row.keys() == columns
     assert row["reward_model"] == {"ground_truth": "4"} and row["extra_info"] == about["extra_info"]
     assert row["turns"] == [{"who": "policy", "text": "four"}]
     turns = [{"who": "policy", "text": "2+2?"}, {"who": "tool", "text": "\\boxed{4}"}]
@@ -181,6 +183,8 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
     [code] = [block for block in blocks(ROOT / "docs/reward_functions.md", "python") if "but_brief" in block]
     (tmp_path / "my_reward.py").write_text(code)
     job = reward_loop.RewardOptions(reward_fn=f"{tmp_path}/my_reward.py:fapo_but_brief").make_job()
+    with pytest.raises(ValueError, match="needs a judge"):
+        names["fapo_but_brief"].check_row(row, {})
     again = reward_loop.arguments_of(job, [names["row_of"](line)])
     assert asyncio.run(names["fapo_but_brief"](**again))["acc"] is False
     script = ["\\boxed{no}", "I see. \\boxed{yes}", "\\boxed{perhaps}"]
@@ -205,6 +209,18 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
         results = asyncio.run(judged(address))
     assert [result["score"] for result in results] == [-1.0, 1.0, None]
     assert "\n(|im_start|)assistant\nAll right." in asked[0] and "<|" not in asked[0]
+    flawed = itertools.cycle(["\\boxed{-1}", "\\boxed{0}"])  # One of two judges finds an error.
+
+    async def vetoed(address):
+        try:
+            addresses = {"judge": address, "rm": address}
+            return await names["veto"](solution_str="\\boxed{4}", reward_router_addresses=addresses, **about)
+        finally:
+            await compute_score.close_session()
+
+    with server(lambda path, body: says(next(flawed))) as address:
+        result = asyncio.run(vetoed(address))
+    assert (result["score"], result["flawed_positive"], result["first_wrong"]) == (0.0, True, 0)
     prompt = names["fapo"].format_critic_prompt("2+2?", "4", "two\n\nfour", prompt_style="terse")
     assert "[0] two\n[1] four" in prompt and prompt.endswith("\\boxed{}.")
 
