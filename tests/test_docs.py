@@ -160,6 +160,11 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
     assert row.keys() == columns
     assert row["reward_model"] == {"ground_truth": "4"} and row["extra_info"] == about["extra_info"]
     assert row["turns"] == [{"who": "policy", "text": "four"}]
+    row = names["judge_row"]("2+2?", "4", "2+2=5\n\n\\boxed{4}", 0)
+    label, info = row["reward_model"]["ground_truth"], row["extra_info"]
+    compute_score.compute_score_fapo_genrm.check_row(row, {})
+    assert compute_score.compute_score_fapo_genrm("", "Wrong.\n\n\\boxed{1}", label, info)["score"] == 0.5
+    assert "<paragraph_1>\n\\boxed{4}\n</paragraph_1>" in row["prompt"][0]["content"]
     turns = [{"who": "policy", "text": "2+2?"}, {"who": "tool", "text": "\\boxed{4}"}]
     line |= {"response": "2+2?\\boxed{4}", "turns": turns, "extra_info": {"cost": 0.1}}
     job = reward_loop.RewardOptions().make_job()
