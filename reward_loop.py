@@ -706,7 +706,10 @@ def get_json(address: str, path: str, timeout: float):
     if not status:
         raise OSError(text)
     if status == 401:
-        raise RuntimeError(f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY")
+        raise RuntimeError(
+            f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY to the router's key, or "
+            "start the router of an API with the API's key in ROUTER_SERVER_KEY"
+        )
     if status != 200:
         raise ValueError(f"status {status}: {text:.200}")
     return json.loads(text)
