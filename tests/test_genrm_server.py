@@ -53,6 +53,7 @@ from test_reward_loop import alive, free_port, until
 from tiny import policy_of
 
 ROOT = Path(__file__).parent.parent
+CORE = min(os.sched_getaffinity(0))
 
 # PYTHONPATH makes Python find this stand-in before the real vLLM. Files in the model's folder tell it how to
 # misbehave. Like vLLM, it has an "engine" (a separate process that could outlive it) and shared memory.
@@ -340,10 +341,12 @@ def test_joining_waits_longer_than_the_router_checks_health(stand_in, monkeypatc
 
 def test_cpu_servers(stand_in, monkeypatch):
     monkeypatch.setenv("ROUTER_API_KEY", "old,s3cret\n")  # as in a key file; the servers get the new one
+    allowed = os.sched_getaffinity(0)
+    cores = [min(allowed), max(allowed)]
     config = settings(
         stand_in,
         num_servers=2,
-        cpus="0,1",
+        cpus=",".join(map(str, cores)),
         served_model_name="judge",
         max_model_len=512,
         vllm_args=("--max-num-seqs", "7"),
@@ -362,8 +365,8 @@ def test_cpu_servers(stand_in, monkeypatch):
             )
             assert line.endswith("--max-num-seqs 7") and "s3cret" not in line
             env = seen["env"]
-            assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(number) and env["OMP_NUM_THREADS"] == "1"
-            assert seen["cores"] == [number] and env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+            assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(cores[number]) and env["OMP_NUM_THREADS"] == "1"
+            assert seen["cores"] == [cores[number]] and env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
             assert env["TORCH_COMPILE_DISABLE"] == "1"
             assert (
                 env["VLLM_API_KEY"] == "s3cret"
@@ -440,7 +443,10 @@ def test_a_build_of_vllm_for_gpus_serves_nothing_on_a_cpu(stand_in, monkeypatch)
         (dict(model="name"), "--model name"),
         (dict(num_servers=0), "--num-servers 0"),
         (dict(cpus="0;1"), "--cpus 0;1: CPU core 0;1 is not available"),
-        (dict(cpus="0,4099"), "--cpus 0,4099: CPU core 4099 is not available; choose from 0"),
+        (
+            dict(cpus=f"{CORE},4099"),
+            f"--cpus {CORE},4099: CPU core 4099 is not available; choose from {CORE}",
+        ),
         (dict(cpus="4099", flag_prefix="rollout-"), "--rollout-cpus 4099: CPU core 4099 is not available"),
         (dict(port=-1), "--port -1"),
         (dict(queue_timeout=-1.0), "--queue-timeout -1.0: must be at least 0"),
