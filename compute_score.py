@@ -31,6 +31,7 @@ import resource
 import signal
 import threading
 import unicodedata
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Literal
@@ -357,7 +358,8 @@ def _answer_in(text):
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
         try:
-            value = ast.literal_eval(text)
+            with warnings.catch_warnings(action="ignore"):  # LaTeX's backslashes
+                value = ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text  # no list, but an answer such as [a, b)
     if not isinstance(value, (list, dict)) or _is_numeric(value):

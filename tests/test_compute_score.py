@@ -637,6 +637,11 @@ def test_a_list_of_one_answer_is_this_answer_and_an_interval_stays(truth, answer
     assert f"[Ground Truth]\n\n{answer}\n\n" in judge.requests[0]["messages"][0]["content"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_backslashes_in_a_list_of_one_answer_give_no_warning():
+    assert scores.compute_score("x", "\\boxed{\\sqrt{21}}", r"['\sqrt{21}']")["acc"] is True
+
+
 @pytest.mark.parametrize(
     "response", [["\\boxed{2}"], [{"role": "assistant", "content": "\\boxed{2}"}], None, 2]
 )
