@@ -132,10 +132,19 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
                 placed = ", ".join(placed) or "no other process"
+                remedy = (
+                    "let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 --genrm-gpu-share "
+                    "0.25), start fewer processes, or pass --device cpu for a tiny policy"
+                )
+                if spec.apart and number:
+                    remedy = "ranks cannot share a GPU; lower --policy-ranks"
+                elif size > gpus:
+                    remedy = (
+                        "make more GPUs visible, lower the number of GPUs per server, or pass --device cpu"
+                    )
                 raise ValueError(
                     f"not enough GPUs: {name} {number} needs {spec.share:g} of {gpus:g} GPUs in addition to "
-                    f"{placed}; let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 "
-                    "--genrm-gpu-share 0.25), start fewer processes, or pass --device cpu for a tiny policy"
+                    f"{placed}; {remedy}"
                 )
             best.processes[name, number] = spec
     return slots

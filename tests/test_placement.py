@@ -136,11 +136,12 @@ def test_plans_that_fit_are_hardly_ever_refused():
 @pytest.mark.parametrize(
     "specs, gpus, message",
     [
-        ({"rank": Spec(1, 0, 1.0)}, 0, "rank 0 needs 1 of 0 GPUs in addition to no other process; let"),
+        ({"rank": Spec(1, 0, 1.0)}, 0, "rank 0 needs 1 of 0 GPUs in addition to no other process; make more"),
+        ({"server": Spec(1, 0, 2.0)}, 1, "process; make more GPUs visible, lower the number of GPUs per ser"),
         (
             {"rank": Spec(2, 0, 0.5, apart=True)},
             1,
-            "not enough GPUs: rank 1 needs 0.5 of 1 GPUs in addition to rank 0; let them share a GPU",
+            "not enough GPUs: rank 1 needs 0.5 of 1 GPUs in addition to rank 0; ranks cannot share",
         ),
         (
             {"rank": Spec(2, 0, 0.5, apart=True), "server": Spec(2, 0, 0.6)},
