@@ -362,12 +362,14 @@ def outcome(value) -> tuple[float | None, dict, str]:
     """Return the score, the extra info and the status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     score = extra.get("score", "missing")
-    if score is None:
+    complaint = f"the score is {score!r:.80}, but it must be a finite number or None"
+    if extra.pop("overlong_penalty", None) is not None:
+        complaint = "the key overlong_penalty belongs to the trainer's length penalty; use another name"
+    elif score is None:
         return None, extra, "no_verdict"
-    if hasattr(type(score), "__float__") and math.isfinite(score):  # float() would accept the text "1".
+    elif hasattr(type(score), "__float__") and math.isfinite(score):  # float() would accept the text "1".
         extra["score"] = float(score)
         return extra["score"], extra, "ok"
-    complaint = f"the score is {score!r:.80}, but it must be a finite number or None"
     return None, extra | {"score": None, "error": complaint}, "error"
 
 

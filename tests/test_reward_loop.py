@@ -363,6 +363,7 @@ OUTCOMES = {  # response -> (score, status, part of the extra info or of the err
     "list": (None, "error", "[1.0]"),
     "no_score": (None, "error", "'missing'"),
     "score_string": (None, "error", "'1'"),
+    "own_penalty": (None, "error", "the key overlong_penalty belongs to the trainer's length penalty"),
     "raise": (None, "error", "KeyError: 'no such thing' (faults.py:"),
     "terminal": (None, "error", r"ValueError: cannot read \x1b[2J\nstep 9/10 reward 1.000 (faults.py:"),
     "unprintable": (None, "error", "Unprintable: <exception str() failed> (faults.py:"),

@@ -24,6 +24,7 @@ RETURNS = {
     "true": True,
     "nan": float("nan"),
     "infinite": float("inf"),
+    "own_penalty": {"score": 1.0, "overlong_penalty": -0.5},
     "none": None,
     "string": "1.0",
     "list": [1.0],
