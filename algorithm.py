@@ -200,9 +200,24 @@ ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo}
 def masked_advantages(groups: Groups, options) -> torch.Tensor:
     """Return the advantages, P x G or P x G x T, with 0 on the padding, which may contain anything."""
     advantages = advantage_function(options)(groups)
+    complaint = wrong_shape(advantages, groups)
+    if complaint:
+        raise ValueError(f"--advantage {options.advantage}: {complaint}")
     if advantages.dim() == 3:
         advantages = advantages.masked_fill(groups.tokens_T >= groups.lengths_P_G[..., None], 0)
     return advantages
+
+
+def wrong_shape(advantages, groups: Groups) -> str:
+    """Return that these advantages have a wrong shape, or an empty string."""
+    shape, per_sample = tuple(getattr(advantages, "shape", ())), tuple(groups.rewards_P_G.shape)
+    per_token = (*per_sample, len(groups.tokens_T))
+    if shape in (per_sample, per_token):
+        return ""
+    return (
+        f"the function returned {shape or type(advantages).__name__}, but it must return a tensor of the "
+        f"shape {per_sample} or {per_token}"
+    )
 
 
 def drop_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
@@ -213,7 +228,9 @@ def drop_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
     has_lost_verdict = False
     for sample, has_number in zip(results.samples, has_number_B.tolist()):
         if sample.result["reward_score"] is not None and not has_number:
-            sample.result = sample.result | {"reward_score": None, "status": "no_verdict"}
+            info = sample.result["reward_extra_info"] | {"error": "the advantage is not a finite number"}
+            lost = {"reward_score": None, "reward_extra_info": info, "status": "no_verdict"}
+            sample.result = sample.result | lost
             has_lost_verdict = True
     return has_lost_verdict
 
@@ -482,19 +499,16 @@ def check_advantage(options) -> str:
     compute = advantage_function(options)
     found = []
     for infos in (group, group, [*group, {"score": None}]):
+        groups = example_groups(infos)
         try:
-            advantages = compute(example_groups(infos))
+            advantages = compute(groups)
         except KeyError as error:
             if error.args[0] in right:
                 raise
             return ""
-        shape = tuple(getattr(advantages, "shape", ()))
-        expected = (2, len(infos))
-        if shape not in (expected, (*expected, 4)):
-            return (
-                f"the function returned {shape or type(advantages).__name__}, but it must return a "
-                f"tensor of the shape {expected} or {(*expected, 4)}"
-            )
+        complaint = wrong_shape(advantages, groups)
+        if complaint:
+            return complaint
         found.append(advantages[:, :size])
     first, second, with_silent = found
     is_random = not torch.equal(first.nan_to_num(), second.nan_to_num())

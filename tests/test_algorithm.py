@@ -449,6 +449,26 @@ def test_a_sample_without_a_verdict_has_no_info_in_dynamic_sampling(tmp_path):
     assert [sample.advantage is None for sample in group] == [False, False, True]
 
 
+def test_an_advantage_that_fails_only_on_real_samples_is_named(tmp_path):
+    """Its shape is wrong, or its number is not finite, for a sample that the example lacks."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def shape(groups):\n    return groups.rewards_P_G[: 1 + (groups.infos[0]['score'] < 9)]\n\n\n"
+        "def number(groups):\n    return groups.rewards_P_G / (groups.rewards_P_G != 9)\n"
+    )
+    groups = [group_of(RIGHT | {"score": 9.0}, WRONG), group_of(RIGHT, WRONG)]
+    options = config_of(advantage=f"{file}:shape", overlong_buffer=0)
+    algorithm.check_functions(options)
+    with pytest.raises(ValueError, match=f"^--advantage {file}:shape: the function returned .1, 2., but it"):
+        algorithm.set_advantages(groups, options, str)
+    options = config_of(advantage=f"{file}:number", overlong_buffer=0)
+    algorithm.check_functions(options)
+    algorithm.set_advantages(groups, options, str)
+    lost = groups[0][0]
+    assert lost.advantage is lost.result["reward_score"] is None and groups[0][1].advantage == -1
+    assert lost.result["reward_extra_info"]["error"] == "the advantage is not a finite number"
+
+
 def test_an_error_in_a_callable_object_is_named(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(ODD_BUT_RIGHT.replace("Callable.scale = 1", ""))
