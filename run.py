@@ -323,7 +323,10 @@ class Run:
                 num_embeddings=self.num_embeddings,
             )
         except ValueError as error:
-            raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see docs/rollouts.md") from error
+            page = "docs/rollouts.md"
+            if config.genrm and "argument: 'reward_router_address" in str(error):
+                page += ". With --reward-mode colocate, the judges of --genrm may sleep during rollouts"
+            raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see {page}") from error
         self.check_added_texts(options)
 
     def check_added_texts(self, options: dict):
@@ -703,8 +706,8 @@ def first_cause(error: BaseException) -> BaseException:
 def template_options(config, tokenizer, now: datetime | None) -> dict:
     """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
     options = json_object("chat_template_kwargs", config.chat_template_kwargs)
-    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    for name in options.keys() & (parameters.keys() - {"tools", "documents"}):  # Templates read these two.
+    names = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+    for name in options.keys() & (names - {"tools", "documents"}):  # Templates read these two.
         raise ValueError(
             f"--chat-template-kwargs: {name!r} is an argument of apply_chat_template, which the trainer "
             "sets; pass only variables of the chat template"

@@ -167,7 +167,9 @@ def test_template_settings_that_are_no_json_object_are_refused(tmp_path, model, 
         prepared(tmp_path, model, tokenizer, chat_template_kwargs=text)
 
 
-@pytest.mark.parametrize("key", ["return_tensors", "padding", "add_generation_prompt", "tokenize"])
+@pytest.mark.parametrize(
+    "key", ["messages", "return_tensors", "padding", "add_generation_prompt", "tokenize"]
+)
 def test_template_settings_that_the_trainer_sets_itself_are_refused(tmp_path, model, tokenizer, key):
     with pytest.raises(ValueError, match=f"^--chat-template-kwargs: '{key}' is an argument of apply_chat"):
         prepared(tmp_path, model, tokenizer, chat_template_kwargs=json.dumps({"documents": [], key: False}))

@@ -1274,7 +1274,7 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
         (dict(function="asks_the_judge"), "--rollout-fn .*reward_router_address"),
         (
             dict(function="asks_the_judge", genrm=("toy/models/judge",), reward_mode="colocate"),
-            "--rollout-fn .*reward_router_address",
+            "--rollout-fn .*reward_router_address.* With --reward-mode colocate, the judges .* may sleep",
         ),
     ],
     ids=str,
