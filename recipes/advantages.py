@@ -221,7 +221,8 @@ def good_prefixes(groups) -> torch.Tensor:
 def step_scores(groups) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the score of each paragraph (or turn), P x G x S, and the paragraph of each token, P x G x T.
 
-    The scores come from `step_scores` in the results. A paragraph without a score has NaN.
+    The scores come from `step_scores` in the results. A paragraph without a score has NaN. Raises
+    RuntimeError if a response of several turns does not have one score (or None) per turn.
     """
     groups.check_key("step_scores")
     scores_of_samples = []
@@ -230,6 +231,11 @@ def step_scores(groups) -> tuple[torch.Tensor, torch.Tensor]:
         scores = info.get("step_scores")
         if not isinstance(scores, list):
             scores = []
+        if scores and sample.has_turns and len(scores) != len(sample.turns):  # such as scores of paragraphs
+            raise RuntimeError(
+                f"--reward-fn: step_scores has length {len(scores)}, but the response has "
+                f"{len(sample.turns)} turns; return one score, or None, per turn"
+            )
         # One more start than scores is needed, because the last score applies up to the next paragraph.
         starts = starts_of(sample, len(scores) + 1, groups.decode)
         numbers = [*map(number_or_nan, scores[: len(starts)]), math.nan]

@@ -2012,6 +2012,21 @@ def test_scores_of_steps_are_those_of_turns():
     assert len(set(advantages[:2])) == len(set(advantages[3:])) == 1 and advantages[0] != advantages[3]
 
 
+@pytest.mark.parametrize("name", ["steps", "progress"])
+@pytest.mark.parametrize("scores", [[1.0], [1.0, 0.0, 0.0]], ids=["fewer", "more"])
+def test_step_scores_of_paragraphs_do_not_count_for_turns(name, scores):
+    sample = sample_of(0.0, "ab\n\nc", step_scores=scores)
+    sample.turns = [
+        {"who": "policy", "text": "a", "tokens": 1},
+        {"who": "tool", "text": "b\n\nc", "tokens": 4},
+    ]
+    said = f"--reward-fn: step_scores has length {len(scores)}, but the response has 2 turns"
+    with pytest.raises(RuntimeError, match=said):
+        advantages_of([sample, sample_of(0.0, step_scores=[0.0])], **worked(name))
+    sample.result["reward_extra_info"]["step_scores"] = [1.0, None]  # The tool's turn has no score.
+    assert None not in advantages_of([sample, sample_of(0.0, step_scores=[0.0])], **worked(name))
+
+
 def test_the_judge_reads_who_wrote_what_and_its_index_counts_turns():
     asked = []
 
