@@ -108,19 +108,24 @@ def check_audited(row: dict, settings: dict) -> None:
     """Raise ValueError if the check of compute_score_fapo fails, or the share or second judge is invalid."""
     fapo.check_judged(row, settings)
     check_share(settings.get("share", 0.05))
-    second = settings.get("second") or {}
-    if not isinstance(second, dict):
-        raise ValueError(f"second: {second!r} is not an object of settings (in --reward-kwargs)")
+    check_second(row, settings, "second")
     models = list(settings["reward_router_addresses"])  # in the order of the command line
-    if not second and "audit" not in models[1:]:
+    if not settings.get("second") and "audit" not in models[1:]:
         raise ValueError(
             "audited: there is no second judge; name it audit (--genrm judge=PATH audit=PATH2), or give the "
             "settings `second` (in --reward-kwargs)"
         )
+
+
+def check_second(row: dict, settings: dict, name: str) -> None:
+    """Raise ValueError if the settings of the second judge, which have this name, are invalid."""
+    second = settings.get(name) or {}
+    if not isinstance(second, dict):
+        raise ValueError(f"{name}: {second!r} is not an object of settings (in --reward-kwargs)")
     try:
         inspect.signature(fapo.compute_score_fapo).bind_partial(**second)
     except TypeError as error:
-        raise ValueError(f"second: {error} (in --reward-kwargs)") from None
+        raise ValueError(f"{name}: {error} (in --reward-kwargs)") from None
     fapo.check_judged(row, settings | second)
 
 
@@ -132,24 +137,27 @@ async def two_judges(
     reward_router_address,
     reward_router_addresses,
     turns=(),
+    *,
+    strict=None,
     **settings,
 ):
     """Query a strict judge only on answers that a quick judge accepts: --genrm quick=PATH strict=PATH.
 
     A correct answer is sound if both judges accept it. `strict_asked` says whether the strict judge was
-    queried.
+    queried. `strict` contains settings for this judge alone, such as strict={"genrm_model": "NAME"}.
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     result, again = await first_verdict(reward_router_address, *sample, turns=turns, **settings)
     is_open = let_pass(result)
     if is_open:
-        result = await again(reward_router_addresses["strict"])
+        result = await again(reward_router_addresses["strict"], **strict or {})
     return result | {"strict_asked": is_open}
 
 
 def check_two_judges(row: dict, settings: dict) -> None:
-    """Raise ValueError if the check of compute_score_fapo fails, or there is no strict judge."""
+    """Raise ValueError if the check of compute_score_fapo fails, or a strict judge is missing or invalid."""
     fapo.check_judged(row, settings)
+    check_second(row, settings, "strict")
     models = list(settings["reward_router_addresses"])
     if "strict" not in models[1:]:
         raise ValueError(

@@ -96,6 +96,10 @@ def test_their_judges_read_turns_and_the_answer_is_the_policys(serve, name):
         ("two_judges", ["h:1"], {}, "no second reward model is named strict; pass --genrm quick=PATH strict"),
         ("two_judges", ["strict=h:1", "quick=h:2"], {}, "no second reward model is named strict"),
         ("two_judges", ["quick=h:1", "strict=h:2"], {}, None),
+        ("two_judges", ["quick=h:1", "strict=h:2"], {"strict": {"genrm_model": "big"}}, None),
+        ("two_judges", ["quick=h:1", "strict=h:2"], {"strict": "big"}, "strict: 'big' is not an object"),
+        ("two_judges", ["quick=h:1", "strict=h:2"], {"strict": {"model": "big"}}, "strict: .*'model'"),
+        ("two_judges", ["quick=h:1", "strict=h:2"], {"strict": {"genrm_model": 5}}, "genrm_model: 5 is not"),
         ("votes", ["h:1"], {"k": 1}, None),
         ("votes", ["h:1"], {"k": 0}, "k 0: must be a whole number of at least 1"),
         ("votes", ["h:1"], {"k": 2.5}, "k 2.5: must be"),
@@ -231,6 +235,15 @@ def test_the_strict_judge_is_asked_where_the_quick_one_finds_nothing(serve):
     assert [result["first_wrong"] for result in results] == [0, 1, -1, None]
     assert [result["strict_asked"] for result in results] == [False, True, True, False]
     assert (calls(quick), calls(strict)) == (3, 2)
+
+
+def test_the_strict_judge_has_its_own_settings(serve):
+    quick, strict = serve(served(lambda prompt: "\\boxed{-1}")), serve(served(lambda prompt: "\\boxed{1}"))
+    settings = {"genrm_model": "small", "genrm_max_tokens": 9, "strict": {"genrm_model": "big"}}
+    (result,) = ask(judges.two_judges, [RIGHT], quick.address, strict.address, **settings)
+    assert result["strict_asked"] and result["flawed_positive"]
+    asked = [(body["model"], body["max_tokens"]) for body in quick.requests + strict.requests]
+    assert asked == [("small", 9), ("big", 9)]
 
 
 def test_without_the_strict_judges_word_there_is_no_verdict(serve):
