@@ -987,11 +987,19 @@ async def served_model(address: str, model: str | None = None) -> dict:
     so that all its requests go to the same model even if the server then lists another one.
 
     Raises:
-        ValueError: The server lists several models, or not this one.
+        ValueError: The server lists several models, or not this one, or has no list.
     """
     async with _shared_answer(asyncio.get_running_loop(), f"{address} {model}"):  # One caller asks.
         if (address, model) not in _served:
-            found = await listed_models(address)
+            try:
+                found = await listed_models(address)
+            except aiohttp.ClientResponseError as error:
+                if error.status != 404:
+                    raise
+                raise ValueError(
+                    f"http://{address} has no list of models (/v1/models); choose one with "
+                    "genrm_model (`model` in a call of chat)"
+                ) from error
             names = ", ".join(str(card["id"]) for card in found)
             if model is not None:
                 found = [card for card in found if card["id"] == model]
@@ -1123,7 +1131,7 @@ async def _check_name(address, model):
     if model not in names:
         raise ValueError(
             f"the requests are for the model {model!r}, but http://{address} serves "
-            f"{', '.join(names)}; serve {model!r} again, or start a new run"
+            f"{', '.join(names)}; choose one with genrm_model, or serve {model!r} again"
         )
 
 

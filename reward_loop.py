@@ -174,7 +174,9 @@ class RewardOptions:
         `job` is the result of make_job. A name or a path says nothing about the content, so "files" and
         "models" describe the files. A model whose server does not respond is None.
         """
-        chosen = json_object("reward_kwargs", self.reward_kwargs).get("genrm_model")
+        settings = json_object("reward_kwargs", self.reward_kwargs)
+        # Some functions have separate settings for a second judge (docs/judges.py).
+        chosen = [one.get("genrm_model") for one in (settings, *settings.values()) if isinstance(one, dict)]
         models = served_models(named("router_address", self.router_address), chosen)
         for name, path in named("genrm", self.genrm).items():
             models[name] = f"{path} {folder_digest(path)}"
@@ -737,18 +739,21 @@ def listed_models(address: str) -> list[dict]:
     return sorted(cards, key=lambda card: card["id"])
 
 
-def served_models(addresses: dict[str, str], chosen: str | None = None) -> dict[str, str | None]:
+def served_models(addresses: dict[str, str], chosen=()) -> dict[str, str | None]:
     """Ask the server at each address for its models. Return {name: models, or None without a response}.
 
-    If the server lists the model `chosen`, only this one counts. Raises RuntimeError if a server rejects the
-    key.
+    If the server lists a model in `chosen`, only these count. A chosen model that no server lists is logged.
+    It is not rejected, because some servers accept names that they do not list. Raises RuntimeError if a
+    server rejects the key.
     """
     models = {}
+    listed = []
     for name, address in addresses.items():
         models[name] = None
         try:
             cards = listed_models(address)
-            cards = [card for card in cards if card["id"] == chosen] or cards
+            listed += [card["id"] for card in cards]
+            cards = [card for card in cards if card["id"] in chosen] or cards
             # Models with the same id differ in their root, which may be a folder that has been overwritten.
             texts = [f"{card['id']} {card.get('root')} {folder_digest(card.get('root'))}" for card in cards]
             models[name] = ", ".join(sorted(text.strip() for text in texts))
@@ -756,6 +761,13 @@ def served_models(addresses: dict[str, str], chosen: str | None = None) -> dict[
             raise
         except Exception:  # The server does not respond or lists no models.
             pass
+    for model in chosen:
+        if model and model not in listed and listed and None not in models.values():
+            log.warning(
+                "no server lists the model %s; choose one of %s with genrm_model (evaluate_genrm: --model)",
+                model,
+                ", ".join(listed),
+            )
     return models
 
 

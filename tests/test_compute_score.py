@@ -1705,7 +1705,7 @@ def test_a_judge_that_is_replaced_in_the_middle_of_a_run_is_named_and_not_follow
                 result = await ask(**settings)
                 assert (result["score"], result["genrm_status"]) == (None, "http_error")
                 assert "are for the model 'judge_v1', but" in result["genrm_error"]
-                assert "serves judge_v2" in result["genrm_error"]
+                assert "serves judge_v2; choose one with genrm_model, or serve" in result["genrm_error"]
             assert (await ask(genrm_model="judge_v2"))["genrm_status"] == "ok"
         async with judge.running(port):  # A new event loop, or a new session, does not ask again, either.
             assert (await ask())["genrm_status"] == "http_error"
@@ -1728,6 +1728,19 @@ def test_one_of_several_models_must_be_chosen():
     assert score_with(judge, genrm_model="b")["score"] == 1.0 and judge.requests[0]["model"] == "b"
     cards[1]["root"] = "/a"  # Both are names of one model.
     assert score_with(judge)["score"] == 1.0 and judge.requests[1]["model"] == "a"
+
+
+def test_a_server_without_a_list_needs_the_name_of_a_model():
+    judge = Judge("\\boxed{-1}")
+
+    async def no_list(request):
+        return web.json_response({}, status=404)
+
+    judge.models = no_list
+    result = score_with(judge)
+    assert result["genrm_status"] == "http_error" and judge.requests == []
+    assert "has no list of models (/v1/models); choose one with genrm_model" in result["genrm_error"]
+    assert score_with(judge, genrm_model="b")["score"] == 1.0 and judge.requests[0]["model"] == "b"
 
 
 def test_a_list_without_models_is_asked_for_again():

@@ -364,13 +364,41 @@ def test_what_is_known_of_the_models_behind_an_address(judge_folder):
         addresses = {"genrm": address, "gone": f"127.0.0.1:{free_port()}"}
         both = reward_loop.served_models(addresses)
         assert both["gone"] is None and both["genrm"].startswith(f"a on-a-hub/a, b {judge_folder} ")
-        a, b = (reward_loop.served_models(addresses, chosen) for chosen in "ab")
+        a, b = (reward_loop.served_models(addresses, [chosen]) for chosen in "ab")
         assert a["genrm"] == "a on-a-hub/a" and b["genrm"] == both["genrm"].removeprefix("a on-a-hub/a, ")
         cards.reverse()
         assert reward_loop.served_models(addresses) == both
         overwrite(judge_folder)
         assert reward_loop.served_models(addresses) != both
-        assert reward_loop.served_models(addresses, "a") == a != b
+        assert reward_loop.served_models(addresses, ["a"]) == a != b
+
+
+def test_a_model_that_no_server_lists_is_named_before_it_is_asked(caplog):
+    """A server that does not respond may serve it. Some servers accept names that they do not list."""
+    cards = [{"data": [{"id": "small"}]}, {"data": [{"id": "large"}, {"id": "other"}]}]
+    with (
+        server(lambda path, body: {}, get=lambda path: cards[0]) as quick,
+        server(lambda path, body: {}, get=lambda path: cards[1]) as strict,
+    ):
+        both = (f"quick={quick}", f"strict={strict}")
+        for addresses, model, second, unlisted in (
+            (both, "small", "large", ""),
+            (both, "small", "lage", "lage"),
+            (both, "smal", None, "smal"),
+            ((*both, f"gone=127.0.0.1:{free_port()}"), "smal", "lage", ""),
+        ):
+            caplog.clear()
+            settings = {"genrm_model": model, "strict": {"genrm_model": second}}
+            config = reward_loop.RewardOptions(
+                reward_fn=f"{ROOT}/docs/judges.py:two_judges",
+                router_address=addresses,
+                reward_kwargs=json.dumps(settings),
+            )
+            models = config.scored_by(config.make_job())["models"]
+            if second == "large":
+                assert models == {"quick": "small None", "strict": "large None"}
+            said = f"no server lists the model {unlisted}; choose one of small, large, other with genrm_model"
+            assert (said in caplog.text) == bool(caplog.text) == bool(unlisted)
 
 
 @pytest.mark.slow

@@ -245,7 +245,8 @@ def judge_rows(rows: list[dict], config: Config) -> list[dict]:
     }
     # A result depends on these settings, and on the prompt and the label of its row.
     files = fingerprints(scores.__file__)
-    header = chat | {"files": files, "models": served_models({"genrm": config.router_address}, chat["model"])}
+    models = served_models({"genrm": config.router_address}, [chat["model"]])
+    header = chat | {"files": files, "models": models}
     progress = Path(f"{config.out}.jsonl")
     samples = {}  # {name of a critique: row}
     for row in rows:
