@@ -90,6 +90,7 @@ class Run:
             state = self.find_checkpoint()
             self.first_step = self.step + 1  # of this process
             self.scored_by = state.get("scored_by")
+            self.functions = state.get("functions")
             self.check_evaluation()
             self.read_model()
             self.read_data()
@@ -188,6 +189,27 @@ class Run:
             )
         for name in now["models"]:  # A server that does not respond now may have its earlier model.
             now["models"][name] = now["models"][name] or before["models"].get(name)
+
+    def compare_functions(self):
+        """Print a warning if another advantage, loss or rollout function trained the steps so far."""
+        before, self.functions = self.functions, {}
+        for field in ("advantage", "loss", "rollout_fn"):
+            name = getattr(self.config, field) or ""
+            files = []
+            if ":" in name:
+                path, name = reward_worker.file_and_name(field, name)
+                found = reward_worker.fingerprints(str(path))
+                files = sorted(found.values())  # Their folder may have been moved.
+            self.functions[field] = [name, *files]
+            # Arguments may contain keys, so files get only their digest.
+            kwargs = field.removesuffix("_fn") + "_kwargs"
+            self.functions[kwargs] = reward_worker.sha256(getattr(self.config, kwargs).encode())
+        changed = [name for name, now in self.functions.items() if before and before[name] != now]
+        if self.step and changed:
+            print(
+                "resuming with a different advantage, loss or rollout function (not the same: "
+                f"{', '.join(changed)}); steps before and after step {self.step} are trained differently"
+            )
 
     def compare_prompts(self, before: dict):
         """Print a warning if the run is resumed with other prompts, or in another order, than `before`."""
@@ -484,6 +506,7 @@ class Run:
         scored_by = config.scored_by(job)
         note_start(config, self.step, scored_by)
         self.compare_scoring(scored_by)
+        self.compare_functions()
         self.log = Log(config, self.step)
         if import_tools():
             folder = shlex.quote(str(config.out_dir))
@@ -606,6 +629,7 @@ class Run:
             "prompts": self.prompts_hash,
             "model": self.first_model,
             "scored_by": self.scored_by,
+            "functions": self.functions,
             "verdicts": self.recent_verdicts,
         }
         try:

@@ -591,6 +591,48 @@ def test_a_run_that_resumes_with_another_reward_function_says_so(tmp_path, model
     run.lock.close()
 
 
+def test_a_run_that_resumes_with_another_advantage_loss_or_rollout_function_says_so(
+    tmp_path, model, tokenizer, capsys
+):
+    """The first start resumes from an older checkpoint, which does not say how its steps were trained."""
+    write_checkpoint(tmp_path, model, tokenizer)
+    file = tmp_path / "own.py"
+    source = "def first(groups, scale=1):\n    return groups.rewards_P_G * scale\n"
+    file.write_text(source + source.replace("first", "second"))
+    rollout = "async def act(trajectory):\n    await trajectory.generate()\n"
+    (tmp_path / "act.py").write_text(rollout)
+    begun = dict(
+        advantage=f"{file}:first", advantage_kwargs="{}", loss="clip", rollout_fn=f"{tmp_path}/act.py:act"
+    )
+    run = prepared(tmp_path, model, tokenizer, resume="auto", **begun)
+    capsys.readouterr()
+    for changes, told in (
+        ({}, None),
+        ({}, None),
+        ({"advantage_kwargs": '{"scale": 2}'}, "advantage_kwargs"),
+        ({"advantage": f"{file}:second", "loss": "gspo"}, "advantage, advantage_kwargs, loss"),
+        ({}, "advantage, loss"),
+        ({"edited": tmp_path / "act.py"}, "rollout_fn"),
+        ({"rollout_fn": None}, "rollout_fn"),
+        ({"edited": file, "rollout_fn": None}, "advantage"),
+    ):
+        if "edited" in changes:
+            changes.pop("edited").open("a").write("# edited\n")
+        run.config = dataclasses.replace(run.config, **begun | changes)
+        run.compare_functions()
+        line = "resuming with a different advantage, loss or rollout function "
+        line += f"(not the same: {told}); steps before and after step {run.step} are trained differently\n"
+        assert capsys.readouterr().out == (line if told else "")
+    load(run)
+    run.step += 1
+    run.save()
+    run.lock.close()
+    run = prepared(tmp_path, model, tokenizer, resume="auto", **begun)
+    run.compare_functions()
+    assert "(not the same: rollout_fn); steps before and after step 2 are" in capsys.readouterr().out
+    run.lock.close()
+
+
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_the_first_step_after_each_start_checks_that_the_advantage_has_its_keys(
     tmp_path, model, tokenizer, is_resumed
