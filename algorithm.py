@@ -427,14 +427,20 @@ def loss_function(options) -> Callable:
     those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
 
     Raises:
-        ValueError: The function cannot be loaded.
+        ValueError: The function cannot be loaded, or does not accept one of these flags.
     """
+    function = named_function("loss", options.loss)
     settings = {}
     for name in ("clip_low", "clip_high", "clip_c"):
         value = getattr(options, name)
-        if value is not None:
-            settings[name] = value
-    function = named_function("loss", options.loss)
+        if value is None:
+            continue
+        settings[name] = value
+        try:
+            inspect.signature(function).bind_partial(**settings)
+        except TypeError:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag}: the loss {options.loss} has no setting {name}; omit {flag}") from None
     compute = partial(function, **settings | json.loads(options.loss_kwargs))
     compute.over_sequences = getattr(function, "over_sequences", False)
     return compute
@@ -472,6 +478,7 @@ def check_functions(options) -> None:
     from reward_worker import error_line
 
     named_function.cache_clear()  # The files may have changed since an earlier run in this process.
+    loss_function(options)  # This checks the flags, with an error of its own.
     checks = {"advantage": check_advantage, "loss": check_loss}
     for field, check in checks.items():
         name = getattr(options, field)

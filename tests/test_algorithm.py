@@ -395,6 +395,19 @@ def test_a_function_that_breaks_its_contract_is_rejected_before_the_run(field, c
         config_of(overlong_buffer=0, **{field: f"{file}:mine"}).check()
 
 
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "clip_c"])
+def test_a_flag_that_a_loss_does_not_take_is_named(name, tmp_path):
+    file = tmp_path / "own.py"
+    mine = "def mine(logprobs, log_ratio, advantages, mask{}):\n    return -advantages * log_ratio.exp()\n"
+    file.write_text(mine.format("") + mine.replace("mine", "any", 1).format(", **settings"))
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(
+        ValueError, match=f"^{flag}: the loss {file}:mine has no setting {name}; omit {flag}$"
+    ):
+        config_of(loss=f"{file}:mine", **{name: 2.0}).check()
+    config_of(loss=f"{file}:any", **{name: 2.0}).check()
+
+
 ODD_BUT_RIGHT = """
 import functools
 import torch

@@ -858,7 +858,7 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
         (worked("vpo"), "advantages.py has no function vpo; it defines papo, vppo"),
         (dict(advantage="papo"), "--advantage papo: must be grpo, dr_grpo or FILE.py:NAME"),
         (dict(loss="dapo"), "--loss dapo: must be clip, gspo, cispo or FILE.py:NAME"),
-        (dict(loss="gspo", clip_c=5.0), "gspo_loss() got an unexpected keyword argument 'clip_c'"),
+        (dict(loss="gspo", clip_c=5.0), "--clip-c: the loss gspo has no setting clip_c; omit --clip-c"),
         (dict(loss_kwargs='{"tau": 1}'), "clip_loss() got an unexpected keyword argument 'tau'"),
         (dict(loss_kwargs="[1]"), "--loss-kwargs '[1]': must be a JSON object"),
     ],
