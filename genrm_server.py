@@ -246,7 +246,9 @@ def request(method: str, url: str, body: dict | None = None, api_key: str = "", 
     Hundreds of servers are checked twice a second, and HTTP libraries with sessions are four times slower.
     """
     host, _, path = url.removeprefix("http://").partition("/")
-    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     connection = HTTPConnection(host, timeout=timeout)
     try:
         connection.request(method, f"/{path}", json.dumps(body) if body else None, headers)

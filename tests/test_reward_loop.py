@@ -1261,6 +1261,14 @@ def test_a_router_that_rejects_the_key_ends_the_start_whatever_asks_it(serve, to
             make_manager(num_workers=1, **options)
 
 
+def test_a_look_up_without_a_key_has_no_header_for_it(serve, monkeypatch):
+    """Some gateways reject an empty key."""
+    monkeypatch.delenv("ROUTER_API_KEY", raising=False)
+    server = serve(critic)
+    assert reward_loop.served_models({"genrm": server.address}) == {"genrm": "judge None"}
+    assert server.keys == {None}
+
+
 async def classifier(request):
     """Score a text by its length."""
     body = await request.json()
