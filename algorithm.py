@@ -430,18 +430,20 @@ def loss_function(options) -> Callable:
         ValueError: The function cannot be loaded, or does not accept one of these flags.
     """
     function = named_function("loss", options.loss)
-    settings = {}
+    settings = json.loads(options.loss_kwargs)
     for name in ("clip_low", "clip_high", "clip_c"):
+        flag = "--" + name.replace("_", "-")
+        if name in settings:
+            raise ValueError(f"--loss-kwargs: pass {flag} instead of {name}")  # Its value is checked.
         value = getattr(options, name)
         if value is None:
             continue
         settings[name] = value
         try:
-            inspect.signature(function).bind_partial(**settings)
+            inspect.signature(function).bind_partial(**{name: value})
         except TypeError:
-            flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag}: the loss {options.loss} has no setting {name}; omit {flag}") from None
-    compute = partial(function, **settings | json.loads(options.loss_kwargs))
+    compute = partial(function, **settings)
     compute.over_sequences = getattr(function, "over_sequences", False)
     return compute
 

@@ -861,6 +861,7 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
         (dict(loss="gspo", clip_c=5.0), "--clip-c: the loss gspo has no setting clip_c; omit --clip-c"),
         (dict(loss_kwargs='{"tau": 1}'), "clip_loss() got an unexpected keyword argument 'tau'"),
         (dict(loss_kwargs="[1]"), "--loss-kwargs '[1]': must be a JSON object"),
+        (dict(loss_kwargs='{"clip_c": 0.5}'), "--loss-kwargs: pass --clip-c instead of clip_c"),
     ],
 )
 def test_settings_of_the_algorithm_that_cannot_work_are_refused(changes, message, tmp_path):
