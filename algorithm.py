@@ -209,7 +209,7 @@ def masked_advantages(groups: Groups, options) -> torch.Tensor:
 
 
 def wrong_shape(advantages, groups: Groups) -> str:
-    """Return that these advantages have a wrong shape, or an empty string."""
+    """Return what is wrong with the shape of these advantages, or an empty string."""
     shape, per_sample = tuple(getattr(advantages, "shape", ())), tuple(groups.rewards_P_G.shape)
     per_token = (*per_sample, len(groups.tokens_T))
     if shape in (per_sample, per_token):
@@ -480,7 +480,7 @@ def check_functions(options) -> None:
     from reward_worker import error_line
 
     named_function.cache_clear()  # The files may have changed since an earlier run in this process.
-    loss_function(options)  # This checks the flags, with an error of its own.
+    loss_function(options)  # It rejects flags that the loss does not accept, and names them.
     checks = {"advantage": check_advantage, "loss": check_loss}
     for field, check in checks.items():
         name = getattr(options, field)

@@ -987,7 +987,8 @@ async def served_model(address: str, model: str | None = None) -> dict:
     so that all its requests go to the same model even if the server then lists another one.
 
     Raises:
-        ValueError: The server lists several models, or not this one, or has no list.
+        ValueError: `model` is not given and the server serves several, or it does not serve `model`, or it
+            has no list of models.
     """
     async with _shared_answer(asyncio.get_running_loop(), f"{address} {model}"):  # One caller asks.
         if (address, model) not in _served:
@@ -997,8 +998,8 @@ async def served_model(address: str, model: str | None = None) -> dict:
                 if error.status != 404:
                     raise
                 raise ValueError(
-                    f"http://{address} has no list of models (/v1/models); choose one with "
-                    "genrm_model (`model` in a call of chat)"
+                    f"http://{address} does not list its models (/v1/models); name a model "
+                    "with genrm_model (`model` in a call of chat)"
                 ) from error
             names = ", ".join(str(card["id"]) for card in found)
             if model is not None:

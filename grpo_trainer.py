@@ -293,8 +293,9 @@ def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
 def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
     """Add a round's groups to the batch, and set their advantages. Returns the groups to train on.
 
-    With --dynamic-sampling, only groups with a learning signal are returned. Raises RuntimeError as
-    check_results does. The check comes last, because an advantage may cost a sample its verdict.
+    With --dynamic-sampling, only groups with a learning signal are returned. Raises RuntimeError if
+    check_results does. That check comes last, because a sample whose advantage is not finite loses its
+    verdict.
     """
     batch.groups += groups
     is_first = batch.step == run.first_step and batch.rounds == 1

@@ -192,7 +192,7 @@ class Policy:
             check_plain_head(model, self.device)
         return model
 
-    # ---- methods that the subclass for several ranks overrides, like `load` and `logprobs_of`
+    # ---- methods that the subclass for several ranks overrides; it also overrides `load` and `logprobs_of`
 
     def setup_model(self, model) -> None:
         """Set the dtypes of a loaded model, and move the model to its device."""

@@ -709,8 +709,8 @@ def get_json(address: str, path: str, timeout: float):
         raise OSError(text)
     if status == 401:
         raise RuntimeError(
-            f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY to the router's key, or "
-            "start the router of an API with the API's key in ROUTER_SERVER_KEY"
+            f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY to the router's key, or, "
+            "if the router forwards to an API, start it with the API's key in ROUTER_SERVER_KEY"
         )
     if status != 200:
         raise ValueError(f"status {status}: {text:.200}")
@@ -742,9 +742,9 @@ def listed_models(address: str) -> list[dict]:
 def served_models(addresses: dict[str, str], chosen=()) -> dict[str, str | None]:
     """Ask the server at each address for its models. Return {name: models, or None without a response}.
 
-    If the server lists a model in `chosen`, only these count. A chosen model that no server lists is logged.
-    It is not rejected, because some servers accept names that they do not list. Raises RuntimeError if a
-    server rejects the key.
+    If a server lists models in `chosen`, only those are returned for it. A chosen model that no server
+    lists is logged. It is not rejected, because some servers accept names that they do not list. Raises
+    RuntimeError if a server rejects the key.
     """
     models = {}
     listed = []

@@ -208,7 +208,7 @@ class Run:
         if self.step and changed:
             print(
                 "resuming with a different advantage, loss or rollout function (not the same: "
-                f"{', '.join(changed)}); steps before and after step {self.step} are trained differently"
+                f"{', '.join(changed)}); the steps up to step {self.step} were trained without this change"
             )
 
     def compare_prompts(self, before: dict):
@@ -347,7 +347,10 @@ class Run:
         except ValueError as error:
             page = "docs/rollouts.md"
             if config.genrm and "argument: 'reward_router_address" in str(error):
-                page += ". With --reward-mode colocate, the judges of --genrm may sleep during rollouts"
+                page += (
+                    ". With --reward-mode colocate, the judges of --genrm may sleep during rollouts, so "
+                    "the function gets no address"
+                )
             raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see {page}") from error
         self.check_added_texts(options)
 

@@ -171,8 +171,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Device of the policy; auto: cuda if the Ray cluster has GPUs and PyTorch is a build for GPUs, otherwise
     # cpu.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Number of processes (ranks) over which FSDP2 shards the policy. On GPUs, each is a Ray actor
-    # with --policy-gpu-share of a GPU, and no two ranks share one.
+    # Number of processes (ranks) over which FSDP2 shards the policy. On GPUs, each rank is a Ray
+    # actor with --policy-gpu-share of a GPU, and two ranks never share a GPU.
     policy_ranks: int = 1
     policy_gpu_share: float = 1.0  # Fraction of a GPU for each rank of the policy.
     # Keep the weights and optimizer state of the ranks in host memory, which saves GPU memory but is slower.

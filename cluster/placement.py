@@ -131,7 +131,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
                     slots.append(best)
             if best is None:
                 placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
-                placed = ", ".join(placed) or "no other process"
+                placed = f" in addition to {', '.join(placed)}" if placed else ""
                 remedy = (
                     "let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 --genrm-gpu-share "
                     "0.25), start fewer processes, or pass --device cpu for a tiny policy"
@@ -143,7 +143,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
                         "make more GPUs visible, lower the number of GPUs per server, or pass --device cpu"
                     )
                 raise ValueError(
-                    f"not enough GPUs: {name} {number} needs {spec.share:g} of {gpus:g} GPUs in addition to "
+                    f"not enough GPUs: {name} {number} needs {spec.share:g} of {gpus:g} GPUs"
                     f"{placed}; {remedy}"
                 )
             best.processes[name, number] = spec

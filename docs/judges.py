@@ -118,7 +118,7 @@ def check_audited(row: dict, settings: dict) -> None:
 
 
 def check_second(row: dict, settings: dict, name: str) -> None:
-    """Raise ValueError if the settings of the second judge, which have this name, are invalid."""
+    """Raise ValueError if settings[name], the settings of the second judge, are invalid."""
     second = settings.get(name) or {}
     if not isinstance(second, dict):
         raise ValueError(f"{name}: {second!r} is not an object of settings (in --reward-kwargs)")

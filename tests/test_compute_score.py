@@ -1739,7 +1739,7 @@ def test_a_server_without_a_list_needs_the_name_of_a_model():
     judge.models = no_list
     result = score_with(judge)
     assert result["genrm_status"] == "http_error" and judge.requests == []
-    assert "has no list of models (/v1/models); choose one with genrm_model" in result["genrm_error"]
+    assert "does not list its models (/v1/models); name a model with genrm_model" in result["genrm_error"]
     assert score_with(judge, genrm_model="b")["score"] == 1.0 and judge.requests[0]["model"] == "b"
 
 

@@ -136,8 +136,8 @@ def test_plans_that_fit_are_hardly_ever_refused():
 @pytest.mark.parametrize(
     "specs, gpus, message",
     [
-        ({"rank": Spec(1, 0, 1.0)}, 0, "rank 0 needs 1 of 0 GPUs in addition to no other process; make more"),
-        ({"server": Spec(1, 0, 2.0)}, 1, "process; make more GPUs visible, lower the number of GPUs per ser"),
+        ({"rank": Spec(1, 0, 1.0)}, 0, "rank 0 needs 1 of 0 GPUs; make more GPUs visible"),
+        ({"server": Spec(1, 0, 2.0)}, 1, "server 0 needs 2 of 1 GPUs; make more GPUs visible, lower the"),
         (
             {"rank": Spec(2, 0, 0.5, apart=True)},
             1,

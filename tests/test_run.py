@@ -621,7 +621,7 @@ def test_a_run_that_resumes_with_another_advantage_loss_or_rollout_function_says
         run.config = dataclasses.replace(run.config, **begun | changes)
         run.compare_functions()
         line = "resuming with a different advantage, loss or rollout function "
-        line += f"(not the same: {told}); steps before and after step {run.step} are trained differently\n"
+        line += f"(not the same: {told}); the steps up to step {run.step} were trained without this change\n"
         assert capsys.readouterr().out == (line if told else "")
     load(run)
     run.step += 1
@@ -629,7 +629,7 @@ def test_a_run_that_resumes_with_another_advantage_loss_or_rollout_function_says
     run.lock.close()
     run = prepared(tmp_path, model, tokenizer, resume="auto", **begun)
     run.compare_functions()
-    assert "(not the same: rollout_fn); steps before and after step 2 are" in capsys.readouterr().out
+    assert "(not the same: rollout_fn); the steps up to step 2 were trained" in capsys.readouterr().out
     run.lock.close()
 
 
