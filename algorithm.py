@@ -44,13 +44,14 @@ def compute_advantages(rewards_P_G: torch.Tensor, divide_by_std: bool = True) ->
         The advantages. They are 0 in a group with fewer than two verdicts or with only equal rewards.
     """
     known = ~rewards_P_G.isnan()
-    centred = torch.where(known, rewards_P_G - rewards_P_G.nanmean(1, keepdim=True), 0.0)
+    count = known.sum(1, keepdim=True)
+    mean = rewards_P_G.nan_to_num().sum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(known, rewards_P_G - mean, 0.0)
     # If all rewards are equal, the std may be pure rounding error, and dividing by it would amplify it.
     lowest = torch.where(known, rewards_P_G, math.inf).amin(1, keepdim=True)
     highest = torch.where(known, rewards_P_G, -math.inf).amax(1, keepdim=True)
     has_spread = highest - lowest > 1e-9 * torch.maximum(highest.abs(), lowest.abs())
     if divide_by_std:
-        count = known.sum(1, keepdim=True)
         # Without this scale, the squares of huge rewards would overflow.
         scale = centred.abs().amax(1, keepdim=True).clamp(min=1)
         variance = (centred / scale).square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
