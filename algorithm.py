@@ -229,7 +229,7 @@ def drop_verdicts(results: Groups, advantages: torch.Tensor) -> bool:
     has_lost_verdict = False
     for sample, has_number in zip(results.samples, has_number_B.tolist()):
         if sample.result["reward_score"] is not None and not has_number:
-            info = sample.result["reward_extra_info"] | {"error": "the advantage is not a finite number"}
+            info = {"error": "the advantage is not a finite number"} | sample.result["reward_extra_info"]
             lost = {"reward_score": None, "reward_extra_info": info, "status": "no_verdict"}
             sample.result = sample.result | lost
             has_lost_verdict = True
@@ -434,19 +434,28 @@ def loss_function(options) -> Callable:
     settings = json.loads(options.loss_kwargs)
     for name in ("clip_low", "clip_high", "clip_c"):
         flag = "--" + name.replace("_", "-")
-        if name in settings:
+        if name in settings and options.loss in LOSSES:
             raise ValueError(f"--loss-kwargs: pass {flag} instead of {name}")  # Its value is checked.
         value = getattr(options, name)
         if value is None:
             continue
+        if not accepts(function, name):
+            raise ValueError(f"{flag}: the loss {options.loss} has no setting {name}; omit {flag}")
         settings[name] = value
-        try:
-            inspect.signature(function).bind_partial(**{name: value})
-        except TypeError:
-            raise ValueError(f"{flag}: the loss {options.loss} has no setting {name}; omit {flag}") from None
     compute = partial(function, **settings)
     compute.over_sequences = getattr(function, "over_sequences", False)
     return compute
+
+
+def accepts(function: Callable, name: str) -> bool:
+    """Return whether a function takes an argument of this name."""
+    try:
+        inspect.signature(function).bind_partial(**{name: None})
+    except TypeError:
+        return False
+    except ValueError:  # A compiled function may have no signature.
+        pass
+    return True
 
 
 def has_gradient_at_zero(options) -> bool:
@@ -504,7 +513,7 @@ def check_advantage(options) -> str:
     # The mean of the rewards is not 0, so that a missing verdict which counts as 0 changes it.
     penalty = {"overlong_penalty": -0.25} if options.overlong_buffer else {}
     right = dict(score=1.0, acc=True, flawed_positive=False, first_wrong=-1, step_scores=[1.0, 1.0])
-    wrong = dict(score=-0.5, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
+    wrong = dict(score=0.0, acc=False, flawed_positive=False, first_wrong=1, step_scores=[1.0, 0.0])
     group = ([right, wrong | penalty] * size)[:size]
     compute = advantage_function(options)
     found = []
@@ -575,7 +584,7 @@ def check_loss(options) -> str:
         length = 1 + own_T.nonzero().max()
         alone = call(*[tensor[row : row + 1, :length] for tensor in inputs])[0]
         apart_T = (alone - loss_B_T[row, :length]) * own_T[:length]
-        if apart_T.abs().max() > 1e-6:
+        if not apart_T.abs().max() <= 1e-6:  # This is also true for NaN, as of a std over one sequence.
             return (
                 "the loss of a sequence depends on the other sequences of its micro-batch or on the padding, "
                 "so that the result would depend on the split into micro-batches"

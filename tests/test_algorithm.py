@@ -384,6 +384,7 @@ def test_the_contract_of_every_loss(name, own):
         ("loss", "return -advantages.squeeze(1)[:, None] * log_ratio.exp()", "a tensor of the shape of its"),
         ("loss", "return [advantages * log_ratio][int(not advantages.any())]", "IndexError: .* .own.py:5."),
         ("loss", "return advantages.mean() * log_ratio", "depends on the other sequences of its micro-batch"),
+        ("loss", "return advantages * log_ratio / log_ratio.std(0)", "depends on the other sequences"),
         ("loss", "return -advantages * log_ratio.mean(1, keepdim=True).exp()", "or on the padding"),
     ],
 )
