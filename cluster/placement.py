@@ -136,7 +136,7 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
                     "let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 --genrm-gpu-share "
                     "0.25), start fewer processes, or pass --device cpu for a tiny policy"
                 )
-                if spec.apart and number:
+                if spec.apart and spec.count > gpus:
                     remedy = "ranks cannot share a GPU; lower --policy-ranks"
                 elif size > gpus:
                     remedy = (

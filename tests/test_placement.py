@@ -148,6 +148,11 @@ def test_plans_that_fit_are_hardly_ever_refused():
             2,
             "server 0 needs 0.6 of 2 GPUs in addition to rank 0, rank 1; let them share a GPU (--policy-gpu",
         ),
+        (
+            {"rank": Spec(2, 0, 0.6, apart=True), "server": Spec(1, 0, 1.0)},
+            2,
+            "rank 1 needs 0.6 of 2 GPUs in addition to server 0, rank 0; let them share a GPU",
+        ),
         ({"rank": Spec(7, 0, 1.0), "server": Spec(1, 0, 2.0)}, 8, "rank 6 needs 1 of 8 GPUs"),
     ],
 )
