@@ -231,10 +231,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             check_unused(self, ("val_n", "val_greedy"), "--val-file")
         if not self.overlong_buffer:
             check_unused(self, ("overlong_factor",), "--overlong-buffer")
-        # With --device auto, the number of GPUs decides later. `resolved` checks that hf is possible.
-        if (self.rollout == "hf" or self.device == "cpu") and self.resolved(0).rollout == "hf":
+        if self.rollout == "hf":
             of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
             check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
+        if self.rollout == "hf" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
+            self.resolved(0)  # This checks that the policy is in the trainer's process.
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(

@@ -1299,7 +1299,6 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(rollout="hf", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
         (dict(rollout="hf", policy_ranks=2), "--rollout hf: needs the policy in the trainer's process"),
         (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
-        (dict(device="cpu", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
         (dict(device="cpu", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
         (dict(max_refills=3), "--max-refills 3: has no effect without --dynamic-sampling"),
         (dict(val_file=(), val_n=4), "--val-n 4: has no effect without --val-file; pass both"),
