@@ -201,10 +201,13 @@ class Run:
                 found = reward_worker.fingerprints(str(path))
                 files = sorted(found.values())  # Their folder may have been moved.
             self.functions[field] = [name, *files]
-            # Arguments may contain keys, so files get only their digest.
             kwargs = field.removesuffix("_fn") + "_kwargs"
-            self.functions[kwargs] = reward_worker.sha256(getattr(self.config, kwargs).encode())
-        changed = [name for name, now in self.functions.items() if before and before[name] != now]
+            text = json.dumps(json_object(kwargs, getattr(self.config, kwargs)), sort_keys=True)
+            # Arguments may contain keys, so files get only their digest.
+            self.functions[kwargs] = reward_worker.sha256(text.encode())
+        for name in ("clip_low", "clip_high", "clip_c"):
+            self.functions[name] = getattr(self.config, name)
+        changed = [name for name, now in self.functions.items() if before and before.get(name) != now]
         if self.step and changed:
             print(
                 "resuming with a different advantage, loss or rollout function (not the same: "

@@ -609,7 +609,8 @@ def test_a_run_that_resumes_with_another_advantage_loss_or_rollout_function_says
     for changes, told in (
         ({}, None),
         ({}, None),
-        ({"advantage_kwargs": '{"scale": 2}'}, "advantage_kwargs"),
+        ({"advantage_kwargs": '{"scale": 2, "shift": 0}'}, "advantage_kwargs"),
+        ({"advantage_kwargs": '{"shift": 0, "scale": 2}', "clip_high": 0.3}, "clip_high"),
         ({"advantage": f"{file}:second", "loss": "gspo"}, "advantage, advantage_kwargs, loss"),
         ({}, "advantage, loss"),
         ({"edited": tmp_path / "act.py"}, "rollout_fn"),
@@ -629,7 +630,7 @@ def test_a_run_that_resumes_with_another_advantage_loss_or_rollout_function_says
     run.lock.close()
     run = prepared(tmp_path, model, tokenizer, resume="auto", **begun)
     run.compare_functions()
-    assert "(not the same: rollout_fn); the steps up to step 2 were trained" in capsys.readouterr().out
+    assert "(not the same: rollout_fn, clip_high); the steps up to step 2" in capsys.readouterr().out
     run.lock.close()
 
 
