@@ -38,6 +38,9 @@ from typing import Literal
 
 import aiohttp
 
+# literal_eval reads ground truths such as ['\sqrt{2}'], and would warn about LaTeX's backslashes.
+warnings.filterwarnings("ignore", ".*invalid escape sequence", module="<unknown>")
+
 # --- 1. The answer in the box -------------------------------------------------------------------------------
 TAIL_CHARS = 300  # As in DAPO, only the end is searched. Answers in MATH-500 have at most 159 characters.
 
@@ -358,8 +361,7 @@ def _answer_in(text):
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):
         try:
-            with warnings.catch_warnings(action="ignore"):  # LaTeX's backslashes
-                value = ast.literal_eval(text)
+            value = ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return text  # no list, but an answer such as [a, b)
     if not isinstance(value, (list, dict)) or _is_numeric(value):
