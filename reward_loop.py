@@ -766,7 +766,7 @@ def served_models(addresses: dict[str, str], chosen=()) -> dict[str, str | None]
             log.warning(
                 "no server lists the model %s; choose one of %s with genrm_model (evaluate_genrm: --model)",
                 model,
-                ", ".join(listed),
+                ", ".join(dict.fromkeys(listed)),
             )
     return models
 

@@ -1232,7 +1232,7 @@ def test_a_router_that_rejects_the_key_ends_the_start(serve, monkeypatch):
     server = serve(locked)
     options = dict(reward_fn="compute_score.py:compute_score_fapo", router_address=(server.address,))
     with pytest.raises(
-        RuntimeError, match=f"{server.address}: .* key; set ROUTER_API_KEY .*ROUTER_SERVER_KEY"
+        RuntimeError, match=f"{server.address}: wrong or missing key; set .*ROUTER_SERVER_KEY"
     ):
         make_manager(**options)
     assert server.keys == {"Bearer wrong"}
