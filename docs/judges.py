@@ -122,10 +122,10 @@ def check_second(row: dict, settings: dict, name: str) -> None:
     second = settings.get(name) or {}
     if not isinstance(second, dict):
         raise ValueError(f"{name}: {second!r} is not an object of settings (in --reward-kwargs)")
-    try:
-        inspect.signature(fapo.compute_score_fapo).bind_partial(**second)
-    except TypeError as error:
-        raise ValueError(f"{name}: {error} (in --reward-kwargs)") from None
+    parameters = inspect.signature(fapo.compute_score_fapo).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY]
+    for key in second:
+        fapo.one_of(name, key, known)
     fapo.check_judged(row, settings | second)
 
 
