@@ -362,7 +362,6 @@ def outcome(value) -> tuple[float | None, dict, str]:
     """Return the score, the extra info and the status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
     score = extra.get("score", "missing")
-    complaint = f"the score is {score!r:.80}, but it must be a finite number or None"
     if extra.pop("overlong_penalty", None) is not None:
         complaint = "the key overlong_penalty belongs to the trainer's length penalty; use another name"
     elif score is None:
@@ -370,6 +369,8 @@ def outcome(value) -> tuple[float | None, dict, str]:
     elif hasattr(type(score), "__float__") and math.isfinite(score):  # float() would accept the text "1".
         extra["score"] = float(score)
         return extra["score"], extra, "ok"
+    else:
+        complaint = f"the score is {score!r:.80}, but it must be a finite number or None"
     return None, extra | {"score": None, "error": complaint}, "error"
 
 
