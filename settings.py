@@ -9,7 +9,7 @@ Needs reward_loop.py, reward_worker.py and command_line.py; genrm_server.py and 
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -198,6 +198,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
 
     def check(self) -> None:
         """Raise ValueError for settings that would fail late or silently do harm."""
+        for field in fields(self):  # On the command line, these are always tuples.
+            value = getattr(self, field.name)
+            if isinstance(field.default, tuple) and isinstance(value, str):
+                raise ValueError(f"{field.name}={value!r}: must be a tuple, such as ({value!r},)")
         if not self.out_dir:
             raise ValueError("--out-dir '': is empty; pass a folder for this run")
         if self.group_size < 2:

@@ -1301,6 +1301,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
         (dict(device="cpu", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
         (dict(max_refills=3), "--max-refills 3: has no effect without --dynamic-sampling"),
+        (dict(val_file="val.jsonl"), "val_file='val.jsonl': must be a tuple, such as ('val.jsonl',)"),
         (dict(val_file=(), val_n=4), "--val-n 4: has no effect without --val-file; pass both"),
         (dict(overlong_factor=2.0), "--overlong-factor 2.0: has no effect without --overlong-buffer"),
         (dict(total_steps=0), "--total-steps 0: an evaluation needs validation data; pass --val-file FILE"),
