@@ -325,6 +325,7 @@ def cispo_loss(logprobs, log_ratio, advantages, mask, clip_low=1.0, clip_high=4.
 
 
 LOSSES = {"clip": clip_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+CLIP_SETTINGS = ("clip_low", "clip_high", "clip_c")  # Each has a flag. No shipped loss has other settings.
 
 
 def compute_policy_loss(
@@ -428,34 +429,17 @@ def loss_function(options) -> Callable:
     those in --loss-kwargs, and --clip-low, --clip-high and --clip-c if set.
 
     Raises:
-        ValueError: The function cannot be loaded, or does not accept one of these flags.
+        ValueError: The function cannot be loaded.
     """
-    function = named_function("loss", options.loss)
-    settings = json.loads(options.loss_kwargs)
-    for name in ("clip_low", "clip_high", "clip_c"):
-        flag = "--" + name.replace("_", "-")
-        if name in settings and options.loss in LOSSES:
-            raise ValueError(f"--loss-kwargs: pass {flag} instead of {name}")  # Its value is checked.
+    settings = {}
+    for name in CLIP_SETTINGS:
         value = getattr(options, name)
-        if value is None:
-            continue
-        if not accepts(function, name):
-            raise ValueError(f"{flag}: the loss {options.loss} has no setting {name}; omit {flag}")
-        settings[name] = value
-    compute = partial(function, **settings)
+        if value is not None:
+            settings[name] = value
+    function = named_function("loss", options.loss)
+    compute = partial(function, **settings | json.loads(options.loss_kwargs))
     compute.over_sequences = getattr(function, "over_sequences", False)
     return compute
-
-
-def accepts(function: Callable, name: str) -> bool:
-    """Return whether a function takes an argument of this name."""
-    try:
-        inspect.signature(function).bind_partial(**{name: None})
-    except TypeError:
-        return False
-    except ValueError:  # A compiled function may have no signature.
-        pass
-    return True
 
 
 def has_gradient_at_zero(options) -> bool:
@@ -490,7 +474,7 @@ def check_functions(options) -> None:
     from reward_worker import error_line
 
     named_function.cache_clear()  # The files may have changed since an earlier run in this process.
-    loss_function(options)  # It rejects flags that the loss does not accept, and names them.
+    check_clip_settings(options)
     checks = {"advantage": check_advantage, "loss": check_loss}
     for field, check in checks.items():
         name = getattr(options, field)
@@ -502,6 +486,31 @@ def check_functions(options) -> None:
             complaint = error_line(error, code.co_filename if code else "")
         if complaint:
             raise ValueError(f"--{field} {name}: on a small example, {complaint}; see docs/algorithms.md")
+
+
+def check_clip_settings(options) -> None:
+    """Raise ValueError if --loss lacks a clip setting that is set, or --loss-kwargs bypasses its check."""
+    from reward_worker import flag
+
+    function = named_function("loss", options.loss)
+    for name in CLIP_SETTINGS:
+        if name in json.loads(options.loss_kwargs) and options.loss in LOSSES:
+            raise ValueError(f"--loss-kwargs: pass {flag(name)} instead of {name}")
+        if getattr(options, name) is not None and not accepts(function, name):
+            raise ValueError(
+                f"{flag(name)}: the loss {options.loss} has no setting {name}; omit {flag(name)}"
+            )
+
+
+def accepts(function: Callable, name: str) -> bool:
+    """Return whether a function takes an argument of this name."""
+    try:
+        inspect.signature(function).bind_partial(**{name: None})
+    except TypeError:
+        return False
+    except ValueError:  # A compiled function may have no signature.
+        pass
+    return True
 
 
 def check_advantage(options) -> str:

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 import reward_loop
 import reward_worker
-from algorithm import length_penalty_of
+from algorithm import CLIP_SETTINGS, length_penalty_of
 from command_line import json_object, named
 from causal_lm import (
     add_adapters,
@@ -205,7 +205,7 @@ class Run:
             text = json.dumps(json_object(kwargs, getattr(self.config, kwargs)), sort_keys=True)
             # Arguments may contain keys, so files get only their digest.
             self.functions[kwargs] = reward_worker.sha256(text.encode())
-        for name in ("clip_low", "clip_high", "clip_c"):
+        for name in CLIP_SETTINGS:
             self.functions[name] = getattr(self.config, name)
         changed = [name for name, now in self.functions.items() if before and before.get(name) != now]
         if self.step and changed:
