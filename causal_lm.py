@@ -185,7 +185,7 @@ def load_tokenizer(source: str, trust_remote_code: bool):
 def check_reading(tokenizer, text: str, ids: list[int]) -> None:
     """Raise ValueError if the tokens do not stand for the text, apart from special tokens and spelling.
 
-    A tokenizer may normalise text, but a tenth of the words or characters is more than that.
+    A tokenizer may normalise text, but it may not lose more than a tenth of the words or characters.
     """
     read = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     added = added_tokens(tokenizer)

@@ -140,7 +140,7 @@ def resolve_config(config: Config, follow_links: bool = False) -> Config:
 def choose_device() -> str:
     """Return cuda if PyTorch can use a GPU, else cpu. Raise ValueError if there is an unusable GPU.
 
-    A build of PyTorch for CPUs and an empty CUDA_VISIBLE_DEVICES ask for the CPU.
+    The CPU is chosen if PyTorch is a build for CPUs, or if CUDA_VISIBLE_DEVICES is set to an empty text.
     """
     import torch
 
@@ -170,7 +170,7 @@ ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 def check_own_gpus() -> None:
-    """Raise ValueError if this actor does not see only its own GPUs."""
+    """Raise ValueError if Ray lets this actor see the GPUs of other actors."""
     if os.environ.get(ALL_GPUS, "").lower() in ("1", "true"):
         raise ValueError(
             f"{ALL_GPUS} is set, so all processes of a node would use one GPU; unset it before ray start"
@@ -702,7 +702,7 @@ class Process:
             child.wait()
 
     def failure_lines(self) -> str:
-        """Return the last 25 log lines since the latest start, after the first error if it is not among them.
+        """Return the last 25 log lines since the latest start, preceded by the first error if that is older.
 
         The last error of vLLM only says that an earlier one, of its engine's process, is the cause.
         """

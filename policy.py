@@ -139,8 +139,8 @@ class Policy:
     """
 
     is_main_rank = True  # The main rank writes checkpoints and sends weights.
-    # True if this process also samples the rollouts, so that rollout_logprobs are exact in float32. The
-    # option sampler_logprobs has the same effect, whoever samples them.
+    # True if this process also samples the rollouts. In float32, rollout_logprobs are then exact, so
+    # updates after the first use them as the old ones. With sampler_logprobs, they do so for any sampler.
     samples_itself = False
     load_dtype = torch.float32  # The dtype of the loaded weights.
 

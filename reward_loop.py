@@ -815,11 +815,12 @@ def only_model(cards: list[dict], address: str, remedy: str) -> dict:
 
 
 def chosen_model(address: str, settings: dict) -> dict:
-    """Return the reward function's settings that name the model at this address, if they leave it open.
+    """Return settings that name the model at this address, or {} if none has to be chosen.
 
-    All workers then name this model in every request, so that the judge cannot change during the run. If
-    there is no response, the workers ask for the name themselves. Raises ValueError if there are several
-    models.
+    None has to be chosen if `settings` names a model, or if the function does not take `genrm_model`. With
+    these settings, all workers name the model in every request, so that the judge cannot change during the
+    run. If there is no response, the workers ask for the name themselves. Raises ValueError if there are
+    several models.
     """
     if settings.get("genrm_model", "") is not None:  # The user chose the model, or the function takes none.
         return {}

@@ -127,7 +127,7 @@ def check_files(files: dict[str, str]):
 
 
 def file_id(path: str) -> str | tuple[int, int]:
-    """Return what a file and all links to it have in common. This is faster than to resolve the links."""
+    """Return what a file and all links to it have in common. This is faster than resolving the links."""
     try:
         found = os.stat(path)
     except OSError:
@@ -234,7 +234,7 @@ def local_modules(*folders: Path) -> list[str]:
         places = [spec.origin, *(spec.submodule_search_locations or [])]
         file = next((place for place in places if place), "/")
         if "/site-packages/" in file or file.startswith(STDLIB + os.sep):
-            continue  # As paths, thousands of these would take long.
+            continue  # Making Path objects of these thousands of files would take long.
         file = Path(file)
         if any(file.is_relative_to(folder) for folder in folders):
             names.append(name)
@@ -510,7 +510,7 @@ class Grader(threading.Thread):
         chunk = b""
         try:
             self.pipe.settimeout(limit)
-            # The header is that of a long message for `Connection.recv_bytes`.
+            # `Connection.recv_bytes` expects this header before a long message.
             self.pipe.sendall(struct.pack("!iQ", -1, len(message)) + message)
             while b"\n" not in chunk:
                 self.pipe.settimeout(max(0.001, due - time.monotonic()))  # 0 would mean not to wait at all.

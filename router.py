@@ -27,7 +27,7 @@ How the router reacts when a server fails:
                                 requests go to other servers. It returns when it has been restarted, or if no
                                 other server is healthy.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
-A server does not join if its /v1/models lists other models than that of the first server (--mixed-models).
+Unless --mixed-models is set, a server does not join if its models differ from those of the first server.
 No POST request is sent twice to a living server. A server returns to the rotation when its /health responds
 again. (--health-path may name another path than /health.) If a client disconnects, the server stops working
 on the request. Requests with the same X-Session-Id header go to the same server while it is healthy,
@@ -678,8 +678,9 @@ class Router:
 
         The request counts if its server has answered no request to the path since it began, whereas another
         server has, in less than half of that time. Otherwise, all servers may be slow, or the client may be
-        cancelling its requests. Some clients send one request after the other, so an equally long time before
-        the request is considered, too, unless the server answered then.
+        cancelling its requests. Some clients send one request after the other. Answers of another server
+        therefore count as well if they came up to that long before the request began, unless this server
+        also answered in that period.
         """
         worker, path = kind
         since = begun

@@ -312,8 +312,8 @@ class Run:
                 "model's own tokenizer"
             )
         limit = config.max_positions or getattr(shape, "max_position_embeddings", None) or math.inf
-        # Beyond this length, these models encode every position differently. The log-probabilities of a
-        # sample would then depend on the longest sample of its micro-batch.
+        # If a sequence exceeds the original length, models with these rope types encode all its positions
+        # differently. Log-probabilities would then depend on the longest sample of the micro-batch.
         for rope in rotary_embeddings(shape):
             if rope["rope_type"] in ("dynamic", "longrope"):
                 limit = min(limit, rope.get("original_max_position_embeddings") or limit)
@@ -358,13 +358,13 @@ class Run:
         self.check_added_texts(options)
 
     def check_added_texts(self, options: dict):
-        """Raise ValueError if what observe() and reply() add would not be read as the text that it is."""
+        """Raise ValueError if the tokenizer would lose text that observe() and reply() add."""
         prompt = self.train_rows[0]["prompt"]
         content = prompt[-1]["content"]
         texts = [content]
         for role in ("tool", "user"):
             added = [{"role": "assistant", "content": content}, {"role": role, "content": content}]
-            with contextlib.suppress(Exception):  # reply() names a role that the template rejects.
+            with contextlib.suppress(Exception):  # If the template rejects the role, reply() will say so.
                 texts.append(self.tokenizer.apply_chat_template(prompt + added, tokenize=False, **options))
         for text in texts:
             check_reading(self.tokenizer, text, self.rollout_runner.encode_after("\n", text))
@@ -379,14 +379,14 @@ class Run:
             raise ValueError(f"--model {folder}: the folder contains no weights; download the model again")
 
     def check_adapters(self):
-        """Raise ValueError if the adapters do not fit the model, which its config.json decides."""
+        """Raise ValueError if the adapters do not fit the model that config.json describes."""
         if not self.config.lora_rank:
             return
         trust = self.config.trust_remote_code
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self.model_config, trust_remote_code=trust)
-        except Exception:  # Code of a model may need the weights. Then the start of the policy decides.
+        except Exception:  # Code of a model may need the weights. The policy's start then checks this.
             return
         add_adapters(model, self.config, "")
 
@@ -455,7 +455,7 @@ class Run:
 
     @contextlib.contextmanager
     def protected_step(self):
-        """Restart ranks that die during this step. When it ends, print what is worth a look."""
+        """Restart ranks that die during this step. When the step ends, print new findings."""
         self.step_started = time.perf_counter()
         with self.restarting_ranks():
             yield
@@ -775,9 +775,9 @@ def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list
 
 
 def import_tools(lack: str = ""):
-    """Return the package tools/ with what a run uses of it, or None if a copy of the scripts has no tools/.
+    """Return the package tools with the modules that a run uses, or None if they cannot be imported.
 
-    `lack` says what is missing then; it is printed with the reason.
+    In that case, `lack` is printed with the reason. It says what the run does without them.
     """
     try:
         import tools.diagnose

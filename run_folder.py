@@ -103,7 +103,7 @@ def lock_folder(config, dry_run: bool = False):
 def lock_file(file, where: str, kind: str) -> None:
     """Lock an open file until it is closed.
 
-    `where` begins the error if that fails, and `kind` is what the user can pass instead: a file or directory.
+    If this fails, the error begins with `where` and asks for another `kind` ("file" or "directory").
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -756,7 +756,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def verdict_counts(results) -> Counter:
-    """Count the results (`samples`), those that needed a verdict (`needed`) and those without (`missing`).
+    """Count the `samples`, those that `needed` a verdict, and those whose score is `missing`.
 
     A sample with a score needed no verdict if its `genrm_status` is "skipped", or if it has another status
     and a wrong answer.

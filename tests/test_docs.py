@@ -564,7 +564,8 @@ def test_the_numbers_on_learning_rates_and_longer_runs_in_the_world_with_a_tool(
         differ = [first != second for first, second in zip(*(run["curves"][key] for run in one))]
         assert differ.index(True) >= 9
         assert key != "calls" or differ.index(True) == 9 and "first nine steps are the same" in text
-    assert "end at {:.2f} and {:.2f}, so single".format(*(middle_of([run]) for run in one)) in text
+    said = "end at {1:.2f} with the floor of 8 and at {0:.2f} with the floor of 2, so single"
+    assert said.format(*(middle_of([run]) for run in one)) in text
     told = {}
     for name in ("half", "dr_grpo_half", "dr_grpo_twice"):
         for cost in ("0.003", "0.01"):
@@ -621,7 +622,7 @@ def test_the_table_of_padding_is_that_of_the_script(tmp_path):
 
 def test_the_table_of_frozen_lake_is_that_of_its_runs():
     """The page quotes the CSV file: two seeds, each with the outcome reward and with FAPO."""
-    page = (ROOT / "docs/rollouts.md").read_text()
+    page = (ROOT / "docs/public_tasks.md").read_text()
     with open(ROOT / "docs/evidence/frozen_lake.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     runs = {}

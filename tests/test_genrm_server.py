@@ -403,7 +403,7 @@ def test_servers_that_share_a_gpu(stand_in, monkeypatch):
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(stand_in, monkeypatch):
-    """A build of PyTorch for CPUs and an empty CUDA_VISIBLE_DEVICES ask for the CPU."""
+    """The CPU is chosen if PyTorch is a build for CPUs, or if CUDA_VISIBLE_DEVICES is empty."""
     program = stand_in.parent / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
     program.chmod(0o755)

@@ -30,10 +30,9 @@ KEPT_BY = {
         "test_policy.test_samples_without_verdict_and_groups_without_spread_change_nothing",
     ),
     "A run with too few verdicts or too many failed rollouts stops and reports the reason. It stops if more "
-    "than `--max-no-verdict-rate` of a step's rollouts are lost, or of the samples that needed a verdict: in "
-    "a step, in the latest steps that together needed at least 20 verdicts, or in all but the oldest of "
-    "these steps. The denominator is at least 20, or [the number of samples if there are fewer]"
-    "(glossary.md#statuses). Smaller losses are counted, but do not stop it.": (
+    "than the fraction `--max-no-verdict-rate` of a step's rollouts fail, or if more than this fraction of "
+    "the samples that need a verdict have none. The second fraction is computed [for the step and for the "
+    "latest steps together](glossary.md#statuses). Smaller losses are counted, but do not stop the run.": (
         "test_grpo_trainer.test_a_run_stops_for_many_failures_and_not_for_one",
         "test_grpo_trainer.test_a_run_without_verdicts_stops_with_a_word_on_why",
         "test_score_file.test_command_line_stops_when_the_judge_stays_down_and_resumes",
@@ -54,9 +53,9 @@ KEPT_BY = {
         "test_reward_loop.test_a_grading_process_that_dies_between_two_samples_costs_none",
         "test_reward_loop.test_a_node_goes_away",
     ),
-    "Functions written for verl's Reward Loop run unchanged, if they name the parameter "
-    "`reward_model_tokenizer` or do not use it, and if the name of the model in their requests is the served "
-    "one.": (
+    "Functions written for verl's Reward Loop run unchanged on two conditions: a function that uses "
+    "`reward_model_tokenizer` lists it as a parameter, and a model name in its requests is the served "
+    "name.": (
         "test_reward_loop.test_functions_in_verls_style_run_unchanged",
         "test_reward_loop.test_the_tokenizer_is_the_judges_own_where_the_function_needs_one",
         "test_reward_loop.test_tokenizers_give_token_ids_as_functions_for_verl_expect",
@@ -76,11 +75,13 @@ KEPT_BY = {
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
     ),
     "A policy server that has not loaded the weights of a sync ends the run, even if the weights changed "
-    "little. Each server returns checksums of the weights that it held unchanged after its start: embedding, "
-    "head and norms, and on GPUs also the matrices that vLLM does not merge. Only these are compared, in the "
-    "data type of the servers. LoRA may change none of the compared weights: by default on a CPU, and with "
-    "some `--lora-targets` on a GPU. The checksums then cannot reveal a lost sync. If a server rejects the "
-    "request for checksums when the run starts, a warning says so, and none are compared.": (
+    "little. Each server returns checksums of its weights. Only weights whose checksums agreed when the "
+    "servers had started are compared, in the data type of the servers: embedding, head and norms, and on "
+    "GPUs also the matrices that vLLM does not merge. LoRA may change none of the compared weights: by "
+    "default on a CPU, and with some `--lora-targets` on a GPU. The checksums then cannot reveal a lost "
+    "sync. "
+    "If a server rejects the request for checksums when the run starts, a warning says so, and none are "
+    "compared.": (
         "test_rollout.test_stale_weights_on_the_servers_are_noticed_and_a_restarted_server_has_the_newest",
         "test_genrm_server.test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart",
         "test_genrm_server.test_a_run_whose_servers_reject_checksums_at_its_start_goes_on_without_them",
@@ -88,8 +89,8 @@ KEPT_BY = {
         "test_weights.test_checksums_add_up_and_do_not_fit_other_words",
     ),
     "A difference between sampler and trainer of more than three times the run's median is reported as a "
-    "warning. At small learning rates, old weights differ less than rounding in bf16, and cause no "
-    "warning.": ("test_run_folder.test_a_sampler_that_suddenly_differs_is_reported",),
+    "warning. At small learning rates, old weights change the log-probabilities less than rounding to bf16 "
+    "does, so they cause no warning.": ("test_run_folder.test_a_sampler_that_suddenly_differs_is_reported",),
     "The loss does not depend on how a step is split into micro-batches or across ranks.": (
         "test_policy.test_update_does_not_depend_on_micro_batches",
         "test_policy_group.test_ranks_compute_what_one_process_does_and_save_for_any_number",
