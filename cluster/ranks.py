@@ -30,7 +30,7 @@ from policy import Policy, Sample, micro_batches
 from genrm_server import check_own_gpus
 from reward_worker import check_files
 from rollout import served_weights
-from weight_sums import summed
+from weight_sync import summed
 
 # Time limit of a collective operation. It can be long, because PolicyGroup detects a dead rank immediately
 # and ends the others.
@@ -119,7 +119,7 @@ class RankedPolicy(Policy):
         """Send the weights from rank 0 to the WeightFolder actors in `folders` ({node: actor}) at `path`.
 
         Returns:
-            The nodes that no longer exist, and the checksums of the weights (see weight_sums.py).
+            The nodes that no longer exist, and the checksums of the weights (see weight_sync.py).
         """
         gone = set()
         sums = {}

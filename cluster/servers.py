@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.placement import Reservation, end_actors, server_spec, start_servers
 from genrm_server import Config, ModelServers, ServerSlot
 from policy import RanksLost
-from rollout import PolicyServers, WeightFolder
+from rollout import PolicyServers
+from weight_sync import WeightFolder
 
 NAME = "policy server"  # the name of these servers in a Reservation
 

@@ -1,6 +1,6 @@
 """Send the policy's new weights to the nodes with vLLM servers, as files in a folder on each node.
 
-    gone = send(served_weights(policy, torch.bfloat16), {node: actor})     # WeightFolder actors (rollout.py)
+    gone = send(served_weights(policy, torch.bfloat16), {node: actor})  # WeightFolder actors (weight_sync.py)
 
 Not covered: transfer between GPUs (NCCL, CUDA IPC), new weights during a response.
 """
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import ray
 
-from rollout import WeightFolder, packs
+from weight_sync import WeightFolder, packs
 
 
 def send(weights, folders: dict, path: str) -> set:

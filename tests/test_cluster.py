@@ -34,7 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from policy import Sample
 from rollout import rollout_hf
-from weight_sums import weight_sums
+from weight_sync import weight_sums
 def argument(name): return sys.argv[sys.argv.index(name) + 1]
 def load(): return AutoModelForCausalLM.from_pretrained(argument("--model"), dtype=torch.float32).eval()
 torch.set_num_threads(1)

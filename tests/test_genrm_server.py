@@ -76,7 +76,7 @@ semaphore = SemLock(1, 1, 1, "/mp-" + name, False)  # its file is mapped under a
 open(os.environ["TMPDIR"] + "/socket", "w").close()
 def load():  # returns the checksums of a policy server's weights
     sums = {}
-    if "weight_sums.WorkerExtension" not in sys.argv:
+    if "weight_sync.WorkerExtension" not in sys.argv:
         return sums
     for path in glob.glob(argument("--model") + "/*.safetensors"):
         with open(path, "rb") as file:

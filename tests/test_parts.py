@@ -150,10 +150,10 @@ print([round(float(x), 3) for x in (*advantages, loss)])
 
 def test_weight_sums_alone(alone):
     """In float32, 1.0 consists of the words 0 and 3f80. Six times 3f80 is 1_7d00."""
-    alone("weight_sums.py")
+    alone("weight_sync.py")
     code = """
 import json, torch
-from weight_sums import compare, summed
+from weight_sync import compare, summed
 sent = {}
 list(summed([("w", torch.ones(2, 3))], sent))
 print(json.dumps([sent, list(compare("server 0", sent, [sent]))]))

@@ -24,7 +24,7 @@ import causal_lm
 import grpo_trainer
 import policy as policy_file
 from cluster import policy_group
-import rollout
+import weight_sync
 from genrm_server import Config
 from grpo_trainer import train
 from cluster.policy_group import PolicyGroup
@@ -37,7 +37,7 @@ from run import Run
 from test_genrm_server import stand_in  # noqa: F401
 from test_policy import GROUPED, of_family
 from tiny import CPU, a_step, config_of, groups_of
-from weight_sums import summed
+from weight_sync import summed
 
 pytestmark = pytest.mark.slow
 
@@ -575,7 +575,7 @@ def test_weights_reach_the_servers_of_every_node_also_after_a_death(
     sampling code gets an error.
     """
     (forked_ray / "path").symlink_to(stand_in.parent / "path")  # Ray's actors then find the stand-in.
-    monkeypatch.setattr(rollout, "PACK", 50_000)
+    monkeypatch.setattr(weight_sync, "PACK", 50_000)
     policy = Policy(settings(folder), folder, CPU)
     sender = Sender(policy)
     with pytest.raises(RuntimeError, match="server 0 failed .*: CPU core 99 is not available"):

@@ -26,11 +26,12 @@ import run as run_file
 import run_folder
 from causal_lm import check_reading
 from policy import Policy, RanksLost, Sample
-from rollout import WeightFolder, model_files
+from rollout import model_files
 from run import load_rows
 from test_grpo_trainer import judged, prepared, run_config, scored
 from tiny import a_step, config_of, groups_of, worked
 from toy import toy_world
+from weight_sync import WeightFolder
 
 
 def train_file_of(folder, name, indices):

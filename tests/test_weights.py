@@ -19,15 +19,15 @@ from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM, LlamaConfi
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 import rollout
+import weight_sync
 from causal_lm import set_dtypes
 from cluster import ranks
 from cluster.weights import send, to_all
 from policy import Policy
-from rollout import WeightFolder, packs
 from test_policy import FAMILIES, GROUPED, of_family
 from tiny import CPU, config_of, policy_of, write_model
 from tools import merge_lora
-from weight_sums import WorkerExtension, compare, summed, weight_sums
+from weight_sync import WeightFolder, WorkerExtension, compare, packs, summed, weight_sums
 
 
 def tensors(dtype):
@@ -46,7 +46,7 @@ def test_packs_are_safetensors_files_with_each_tensor_once(
 
     The sender maps the files of its own folder into memory once. Other folders get the same files.
     """
-    monkeypatch.setattr(rollout, "PACK", size * dtype.itemsize // 4 or 1)
+    monkeypatch.setattr(weight_sync, "PACK", size * dtype.itemsize // 4 or 1)
     monkeypatch.setattr(WeightFolder, "mapped", {})
     sent = tensors(dtype)
     sent["large"] = sent["large"].T
@@ -191,7 +191,7 @@ def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeyp
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     with pytest.raises(PermissionError, match="not a folder that this user owns"):
         WeightFolder(str(tmp_path / "link"), {"config.json": b"{}"})
-    monkeypatch.setattr(rollout.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(weight_sync.os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="not a folder that this user owns"):
         WeightFolder(str(tmp_path / "theirs"), {"config.json": b"{}"})
     assert not list((tmp_path / "theirs").iterdir())
