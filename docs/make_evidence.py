@@ -17,7 +17,6 @@ import csv
 import io
 import json
 import math
-import os
 import re
 import sys
 import tomllib
@@ -39,7 +38,7 @@ from compute_score import split_paragraphs
 from run_folder import read_lines, write_lines
 from toy.report import cell, read_metrics, table
 from toy.shop_world import FLAWS as SHOP_FLAWS
-from toy.toy_world import parse_problem, write_solution
+from toy.toy_world import first_difference, parse_problem, write_solution
 
 FOLDER = DOCS / "evidence"
 FILES = ("runs.jsonl", "shop.jsonl", "classifier.jsonl")
@@ -116,7 +115,7 @@ def kind_of_flaw(question: str, solution: str) -> str:
     problem = parse_problem(question)
     sound = write_solution(problem, Random(0))
     stated = split_paragraphs(solution)
-    index = len(os.path.commonprefix([stated, sound]))
+    index = first_difference(stated, sound)
     if index >= len(problem.steps):
         return "answer"
     left, is_sum, _ = [*stated, ""][index].partition("=")

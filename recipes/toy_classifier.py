@@ -17,7 +17,6 @@ toy judge, it is meant to find flaws in correct answers, so it has seen few wron
 and a half minutes on one core.
 """
 
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ def read(tokenizer, problem: toy_world.Problem, paragraphs: list[str]) -> tuple[
     ids = ids_of(paragraphs)
     begin = len(ids_of([])) - 1  # The end token follows the solution.
     sound = ids_of(toy_world.write_solution(problem, random.Random(0)))
-    return torch.tensor(ids), begin, len(os.path.commonprefix([ids, sound]))
+    return torch.tensor(ids), begin, toy_world.first_difference(ids, sound)
 
 
 def losses(model, lm_head, batch) -> tuple[torch.Tensor, torch.Tensor]:
