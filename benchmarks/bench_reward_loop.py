@@ -76,9 +76,10 @@ async def serve_judge(port: str) -> None:
 @contextlib.contextmanager
 def judge():
     """Start a fake judge behind router.py, and yield the router's address."""
-    from measuring import ROOT, free_port, server
+    from aiohttp.test_utils import unused_port
+    from measuring import ROOT, server
 
-    port, router_port = free_port(), free_port()
+    port, router_port = unused_port(), unused_port()
     router = [sys.executable, str(ROOT / "router.py"), "--port", str(router_port)]
     router += ["--workers", f"http://127.0.0.1:{port}"]
     command = [sys.executable, __file__, "--judge", str(port)]

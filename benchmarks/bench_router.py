@@ -29,7 +29,8 @@ import psutil
 import tyro
 import uvloop
 from aiohttp import web
-from measuring import CHAT, ROOT, cpu_seconds, free_port, machine, serve, server
+from aiohttp.test_utils import unused_port
+from measuring import CHAT, ROOT, cpu_seconds, machine, serve, server
 
 from command_line import one_line_errors
 from toy.report import table
@@ -165,7 +166,7 @@ def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
 
 async def measure_router(command: list[str], seconds: float) -> list[float]:
     """Return the figures of a router, with its CPU time per request in ms."""
-    port = free_port()
+    port = unused_port()
     with server(port, [*command, str(port)]) as run:
         await load(port, 1.0)  # warm up
         process = [psutil.Process(run.pid)]
@@ -179,7 +180,7 @@ async def compare_routers(config: Config) -> None:
         raise OSError("nginx was not found; run apt-get install nginx-light")
     print(machine())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        ports = [free_port(), free_port()]
+        ports = [unused_port(), unused_port()]
         for port in ports:
             settings = Path(folder, f"{port}.conf")
             settings.write_text(NGINX.format(folder=folder, port=port))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from genrm_server import request, reserve_port
+from genrm_server import request
 
 CHAT = "/v1/chat/completions"
 
@@ -60,11 +60,6 @@ def error_text(error: Exception) -> str:
 def groups_of(samples: list, size: int = 8) -> list[list]:
     """Return successive groups of `size` samples."""
     return [samples[start : start + size] for start in range(0, len(samples), size)]
-
-
-def free_port() -> int:
-    with reserve_port("127.0.0.1") as sock:
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager
