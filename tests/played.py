@@ -7,12 +7,11 @@ import contextlib
 import json
 import pickle
 import random
-import threading
 from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import ray
+from aiohttp import web
 
 import algorithm
 import grpo_trainer
@@ -22,6 +21,7 @@ import run_folder
 import score_file
 from policy import Sample
 from settings import PolicyOptions
+from test_reward_loop import FakeServer
 from toy import toy_world
 
 MODELS = Path(__file__).resolve().parent.parent / "toy/models"
@@ -44,31 +44,17 @@ def advantages_of(*groups, **options):
 def server(answer, get=lambda path: {"data": [{"id": "a-model"}]}):
     """Serve HTTP on this machine and yield host:port. POST gets `answer(path, body)` as JSON, GET `get`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.reply(answer(self.path, body))
+    async def reply(request):
+        if request.method == "GET":
+            return web.json_response(get(request.path))
+        body = await request.json()
+        return web.json_response(await asyncio.to_thread(answer, request.path, body))
 
-        def do_GET(self):
-            self.reply(get(self.path))
-
-        def reply(self, value):
-            content = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    # By default, it looks only every 0.5 s whether it is to stop.
-    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    http = FakeServer(reply)
     try:
-        yield f"127.0.0.1:{http.server_port}"
+        yield http.address
     finally:
-        http.shutdown()
+        http.stop()
 
 
 def says(text):

@@ -4,12 +4,10 @@ The loop draws prompts, requests rollouts over HTTP, waits for verdicts and writ
 responses end when a test decides replaces vLLM, verdicts arrive at once, and an update does nothing.
 """
 
-import asyncio
 import concurrent.futures
 import json
 import random
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,11 +19,12 @@ from aiohttp import web
 import grpo_trainer
 import run_folder
 from run import Interrupts, Run
+from test_reward_loop import FakeServer
 from toy import toy_world, warm_start
 
 
-class PlayedServers:
-    """A stand-in for PolicyServers and vLLM with a real HTTP server.
+class PlayedServers(FakeServer):
+    """A stand-in for PolicyServers and vLLM with a real HTTP server, which notices when a client disconnects.
 
     The first token of a response is the version of the weights.
 
@@ -38,20 +37,8 @@ class PlayedServers:
         self.version, self.generate, self.generating = version, generate, 0
         self.has_token_endpoint = False
         self.service, self.config = self, SimpleNamespace(api_key="", num_servers=1)
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.router_address = (
-            f"127.0.0.1:{asyncio.run_coroutine_threadsafe(self.serve(), self.loop).result()}"
-        )
-
-    async def serve(self) -> int:
-        app = web.Application()
-        app.router.add_post("/v1/completions", self.answer)
-        self.runner = web.AppRunner(app, handler_cancellation=True)  # like vLLM: stop on disconnect
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]
+        super().__init__(self.answer)
+        self.router_address = self.address
 
     async def answer(self, request):
         body, version = await request.json(), self.version
@@ -76,8 +63,7 @@ class PlayedServers:
         pass
 
     def shutdown(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.stop()
 
 
 class PlayedRewards:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import compute_score as scores
 from reward_loop import RewardOptions
@@ -932,16 +933,14 @@ class Judge:
     async def running(self, port: int = 0, app=None):
         app = app or web.Application()
         app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
-        self.address = "127.0.0.1:%d" % site._server.sockets[0].getsockname()[1]
+        server = TestServer(app, port=port)
+        await server.start_server(shutdown_timeout=0.1)
+        self.address = f"127.0.0.1:{server.port}"
         try:
             yield self
         finally:
             await scores.close_session()
-            await runner.cleanup()
+            await server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +48,8 @@ from policy import Sample
 from rollout import PolicyServers, rollout_vllm
 from router import Config as RouterConfig
 from router import SglangGenerate
-from test_reward_loop import alive, free_port, until
+from test_reward_loop import alive, critic, free_port, until
+from test_reward_loop import serve  # noqa: F401  (a fixture)
 from tiny import policy_of
 
 ROOT = Path(__file__).parent.parent
@@ -834,19 +834,16 @@ def test_a_foreign_program_on_the_routers_port_stops_nothing_but_the_router(stan
 
 
 @pytest.mark.slow
-def test_a_foreign_program_on_the_port_of_a_dead_server_is_not_taken_for_it(stand_in, monkeypatch):
+def test_a_foreign_program_on_the_port_of_a_dead_server_is_not_taken_for_it(stand_in, serve, monkeypatch):
     with running(settings(stand_in)) as servers:
         monkeypatch.setattr(genrm_server, "WATCH_EVERY", 2.0)  # the other program gets the port first
         time.sleep(0.2)
         pid, port = told(servers)["pids"][0], int(servers.slots[0].url.rpartition(":")[2])
         os.kill(pid, signal.SIGKILL)
         until(lambda: port_is_free(servers.slots[0].url))
-        with ThreadingHTTPServer(("127.0.0.1", port), Healthy) as other:
-            threading.Thread(target=other.serve_forever, args=(0.01,)).start()
-            try:
-                until(lambda: restarts_of(servers))
-            finally:
-                other.shutdown()
+        other = serve(critic, port)
+        until(lambda: restarts_of(servers))
+        other.stop()
         until(lambda: servers.slots[0].joined and ask(f"http://{servers.router_address}"))
 
 
@@ -1521,7 +1518,7 @@ def test_exit_codes(stand_in):
 
 
 @pytest.mark.parametrize("ends", ["before anything else", "when the judge would be served"])
-def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, ends):
+def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, serve, ends):
     """Otherwise, it would be judged by the other demo's judge."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     kept = tmp_path / "outputs/demo_seed0/of an earlier demo"
@@ -1529,23 +1526,11 @@ def test_a_demo_refuses_a_port_that_another_one_has(tmp_path, ends):
     script = "bash recipes/toy_demo.sh"
     if ends != "before anything else":
         script = "source recipes/toy_runs.sh; serve_judge model logs; echo served"
-    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as other:
-        threading.Thread(target=other.serve_forever, args=(0.01,)).start()
-        env = os.environ | {"PORT": str(other.server_port)}
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-        other.shutdown()
+    env = os.environ | {"PORT": serve(critic).address.rpartition(":")[2]}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and kept.exists()
-    line = f"error: PORT={other.server_port}: the port is taken, perhaps by another demo; run PORT="
+    line = f"error: PORT={env['PORT']}: the port is taken, perhaps by another demo; run PORT="
     assert done.stderr.startswith(line) and done.stderr.count("\n") == 1 and not done.stdout
-
-
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *arguments):
-        pass
 
 
 # ---- with the real vLLM --------------------------------------------------------------------------

@@ -11,15 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import urllib.request
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 import forked
-from played import stand_in_for_vllm
+from played import server, stand_in_for_vllm
 from test_genrm_server import STAND_IN
 from test_house import ROOT, TOP
 from tiny import config_of, write_model
@@ -352,30 +350,11 @@ log.close()
 def test_router_alone(alone):
     """The router distributes requests to two scripted servers."""
     alone("router.py")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = b"%d" % self.server.server_port
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments):
-            pass
-
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-    urls = [f"http://127.0.0.1:{server.server_port}" for server in servers]
-    try:
+    with server(None, lambda path: 1) as first, server(None, lambda path: 2) as second:
+        urls = [f"http://{first}", f"http://{second}"]
         with serving("router.py", "--port", "0", "--policy", "round_robin", "--workers", *urls) as url:
-            ports = [int(get(f"{url}/v1/models")) for _ in range(4)]
-        assert sorted(ports) == sorted(2 * [server.server_port for server in servers])
-    finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
+            answers = [int(get(f"{url}/v1/models")) for _ in range(4)]
+    assert sorted(answers) == [1, 1, 2, 2]
 
 
 def with_stand_in(folder):

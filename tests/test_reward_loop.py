@@ -25,6 +25,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 import forked
 import reward_loop
@@ -136,17 +137,9 @@ class FakeServer:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(port), self.loop).result()
-
-    async def _start(self, port):
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True)
-        await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]
-        self.address = f"127.0.0.1:{self.port}"
+        self.server = RawTestServer(self._handle, port=port)
+        asyncio.run_coroutine_threadsafe(self.server.start_server(), self.loop).result()
+        self.address = f"127.0.0.1:{self.server.port}"
 
     async def _handle(self, request):
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -169,7 +162,7 @@ class FakeServer:
 
     def stop(self):
         if self.thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
+            asyncio.run_coroutine_threadsafe(self.server.close(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join()
 

@@ -3,18 +3,17 @@ the servers' weights.
 """
 
 import asyncio
-import json
 import math
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
 import torch
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -28,6 +27,7 @@ import forked
 import genrm_server
 import rollout
 from played import server
+from test_reward_loop import serve  # noqa: F401  (a fixture)
 from toy import warm_start
 from tiny import PROMPTS, groups_of, policy_of, roll_out, samples_of, set_rewards
 
@@ -169,46 +169,40 @@ ASKED = {  # whether the servers have the token endpoint -> what they get
     ],
 )
 def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_not(
-    script, tries, tokens, monkeypatch
+    script, tries, tokens, serve, monkeypatch
 ):
     """Use a scripted HTTP server: half a response, errors, a response, and one that ends too soon.
 
     The router rejects a request with 422 if servers died of it, but another request may be the cause. A
     server that gets SIGTERM aborts its requests, and its answers to them have the status 200.
     """
-    asked, left, keys = [], list(script), set()
-    stop, released = threading.Event(), threading.Event()
+    left, stop = list(script), threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            keys.add(self.headers["Authorization"])
-            asked.append((self.path, body))
-            act = left.pop(0)
-            if act == "hang":
-                stop.set()  # as an interrupted run does
-                return released.wait(10)
-            self.send_response(int(act) if act.isdigit() else 200)
-            logprobs = {"token_logprobs": [-0.5, -0.25]}
-            if tokens:
-                logprobs = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 1, "logprob": -0.25}]}
-            reason = {"short": "length", "abort": "abort"}.get(act, "stop")
-            choice = {"finish_reason": reason, "token_ids": [4, 1], "logprobs": logprobs}
-            answer = json.dumps({"choices": [choice]}).encode()
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer[: len(answer) // 2] if act == "cut" else answer)
+    async def play(request):
+        act = left.pop(0)
+        if act == "hang":
+            stop.set()  # as an interrupted run does
+            await asyncio.Event().wait()
+        logprobs = {"token_logprobs": [-0.5, -0.25]}
+        if tokens:
+            logprobs = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 1, "logprob": -0.25}]}
+        reason = {"short": "length", "abort": "abort"}.get(act, "stop")
+        choice = {"finish_reason": reason, "token_ids": [4, 1], "logprobs": logprobs}
+        answer = web.json_response({"choices": [choice]}, status=int(act) if act.isdigit() else 200)
+        if act == "cut":
+            cut = web.StreamResponse(headers={"Content-Length": str(len(answer.body))})
+            await cut.prepare(request)
+            await cut.write(answer.body[: len(answer.body) // 2])
+            request.transport.close()
+            return cut
+        return answer
 
-        def log_message(self, *arguments):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+    http = serve(play)
     sleep = asyncio.sleep
     monkeypatch.setattr(rollout.asyncio, "sleep", lambda seconds: sleep(seconds / 100))
     config = SimpleNamespace(api_key="old,new", num_servers=1)
     servers = SimpleNamespace(
-        service=SimpleNamespace(router_address=f"127.0.0.1:{http.server_port}", config=config),
+        service=SimpleNamespace(router_address=http.address, config=config),
         check=lambda: None,
         has_token_endpoint=tokens,
     )
@@ -216,20 +210,15 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         samples_of([[5, 6]], 1),
         dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1, stop=stop),
     )
-    try:
-        if script[-1] != "fine":
-            failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
-            failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request"}
-            with pytest.raises(RuntimeError, match=failure[script[0]]):
-                rollout.rollout_vllm(servers, [sample], **settings)
-        else:
+    if script[-1] != "fine":
+        failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
+        failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request"}
+        with pytest.raises(RuntimeError, match=failure[script[0]]):
             rollout.rollout_vllm(servers, [sample], **settings)
-            assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
-        assert asked == [ASKED[tokens]] * tries and keys == {"Bearer new"}
-    finally:
-        released.set()
-        http.shutdown()
-        http.server_close()
+    else:
+        rollout.rollout_vllm(servers, [sample], **settings)
+        assert sample.response_ids == [4, 1] and sample.rollout_logprobs == [-0.5, -0.25]
+    assert list(zip(http.paths, http.requests)) == [ASKED[tokens]] * tries and http.keys == {"Bearer new"}
 
 
 def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monkeypatch, capfd):
@@ -242,17 +231,12 @@ def test_a_time_limit_that_has_passed_is_told_and_waited_for_once_more_only(monk
         return web.json_response({"error": error}, status=504)
 
     async def ask():
-        runner = web.ServerRunner(web.Server(hang))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = "{}:{}".format(*runner.addresses[0])
-        servers = SimpleNamespace(service=SimpleNamespace(router_address=address), has_token_endpoint=False)
-        async with aiohttp.ClientSession(f"http://{address}") as session:
+        servers = SimpleNamespace(service=SimpleNamespace(router_address="host:1"), has_token_endpoint=False)
+        async with RawTestServer(hang) as server, aiohttp.ClientSession(server.make_url("/")) as session:
             with pytest.raises(
                 RuntimeError, match="HTTP 504: .*; for the policy's servers, lower --rollout-batch-size"
             ):
                 await rollout.request_completion(session, servers, {"prompt": [1]})
-        await runner.cleanup()
 
     asyncio.run(ask())
     said = capfd.readouterr().out
