@@ -5,7 +5,6 @@ responses end when a test decides replaces vLLM, verdicts arrive at once, and an
 """
 
 import concurrent.futures
-import json
 import random
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from aiohttp import web
 
 import grpo_trainer
 import run_folder
+from played import lines_of
 from run import Interrupts, Run
 from test_reward_loop import FakeServer
 from toy import toy_world, warm_start
@@ -114,9 +114,7 @@ class PlayedRun(Run):
         self.servers, self.rewards, self.policy, self.eos_ids = servers, rewards, policy, {1}
         with patch.object(grpo_trainer, "Run", lambda config: self):
             grpo_trainer.train(self.config)
-        return [
-            json.loads(line) for line in Path(self.config.out_dir, "metrics.jsonl").read_text().splitlines()
-        ]
+        return lines_of(self.config.out_dir)
 
     def start(self, stack) -> None:
         self.log = run_folder.Log(self.config, self.step)

@@ -25,7 +25,7 @@ import grpo_trainer
 import causal_lm
 import policy
 from cluster.placement import layout, process_specs
-from played import server
+from played import lines_of, server
 
 CPU = torch.device("cpu")
 
@@ -248,7 +248,7 @@ def test_a_check_that_raises_is_a_row_and_so_is_one_that_hangs(tmp_path, monkeyp
     monkeypatch.setattr(check_gpu, "WORK", tmp_path)
     monkeypatch.setitem(check_gpu.CHECKS, "raises", (raises, 1, False))
     check_gpu.work_on("raises")
-    rows = [json.loads(line) for line in (tmp_path / "raises.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "raises.jsonl")
     assert rows == [["the first", True, "1 s"], ["raises", False, "RuntimeError: no room"]]
     assert check_gpu.in_child("models", 0.1) == [
         ("models", False, f"timed out after 0.1 s; see {tmp_path}/models.log")

@@ -15,7 +15,7 @@ import pytest
 
 import prepare_data
 import score_file
-from played import score_files_here
+from played import lines_of, score_files_here
 from recipes import gym_tasks as tasks
 from test_trajectory import rolled_out
 from policy import Sample
@@ -262,5 +262,5 @@ def test_a_file_of_responses_is_scored(sums, tmp_path, monkeypatch):
     function = f"{ROOT}/recipes/gym_tasks.py:compute_score"
     paths = dict(data=tmp_path / "responses.jsonl", out=tmp_path / "out.jsonl")
     score_file.run(score_file.Config(reward_fn=function, **paths))
-    out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    out = lines_of(tmp_path / "out.jsonl")
     assert [(row["status"], row["reward_score"]) for row in out] == [("ok", 1.0), ("ok", 0.0)]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import pytest
 
 import forked
-from played import server, stand_in_for_vllm
+from played import lines_of, server, stand_in_for_vllm
 from test_genrm_server import STAND_IN
 from test_house import ROOT, TOP
 from tiny import config_of, write_model
@@ -443,7 +443,7 @@ def test_score_file_with_its_five(alone, cluster):
         "compute_score.py:compute_score",
         RAY_ADDRESS=cluster,
     )
-    lines = [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
+    lines = lines_of(folder / "scored.jsonl")
     assert [line["reward_score"] for line in lines] == [1.0, -1.0]
 
 

@@ -22,8 +22,10 @@ import forked
 import grpo_trainer
 import run_folder
 from grpo_trainer import draw
+from played import lines_of
 from played_run import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers, write_input
 from policy import RanksLost
+from test_router import until
 from tiny import terms, worked
 
 PER_STEP = 16  # samples: 4 prompts x 4
@@ -97,15 +99,6 @@ class Scene:
             for step in sorted(self.trained)
             for sample in self.trained[step][::4]
         ]
-
-
-async def until(condition):
-    """Wait for a condition in a hook, but not forever."""
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition did not become true in time")
 
 
 @pytest.mark.slow
@@ -298,7 +291,7 @@ def test_with_dynamic_sampling_no_prompt_is_left_out_and_none_drawn_twice(settin
     ]
     total = sum(line["dynamic/prompts"] for line in metrics[1:])
     rows = draw(scene.trainer.train_rows, 0, total, 0)
-    written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
+    written = lines_of(tmp_path / "run", "samples.jsonl")
     assert [sample["prompt"] for sample in written][::4] == [row["prompt"][-1]["content"] for row in rows]
     assert scene.trainer.num_prompts_trained == total
     for step, samples in scene.trained.items():
@@ -361,7 +354,7 @@ def test_killed_with_a_batch_in_flight_and_resumed_trains_on_every_prompt_once(s
     rows = draw(scene.trainer.train_rows, 0, 20, 0)
     # The prefetched batch is drawn again.
     assert scene.prompts() == [row["extra_info"]["index"] for row in rows[8:]]
-    samples = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
+    samples = lines_of(tmp_path / "run", "samples.jsonl")
     assert [sample["prompt"] for sample in samples][::4] == [row["prompt"][-1]["content"] for row in rows]
     assert [sample["step"] for sample in samples] == [step for step in range(1, 6) for _ in range(PER_STEP)]
 
@@ -441,7 +434,7 @@ def test_too_few_verdicts_are_told_also_where_paragraphs_have_advantages(setting
     scene = Scene(of_two_paragraphs(settings, tmp_path), rewards=rewards)
     with pytest.raises(RuntimeError, match="step 2: 75% of the samples that needed a verdict have none"):
         scene.run()
-    written = [json.loads(line) for line in Path(tmp_path, "run/samples.jsonl").read_text().splitlines()]
+    written = lines_of(tmp_path / "run", "samples.jsonl")
     assert len([line for line in written if line["step"] == 2]) == PER_STEP
 
 
@@ -478,7 +471,7 @@ def test_ctrl_c_with_rollouts_and_verdicts_that_never_come_leaves_at_once(settin
         scene.run()
     # The step was completed.
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
-    lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2] and ("time/sync" in lines[2]) == (
         moment != "in the update"
     )
@@ -585,7 +578,7 @@ def test_an_update_whose_weights_cannot_be_handed_over_is_saved(settings, tmp_pa
     with pytest.raises(RuntimeError, match="collective_rpc failed"):
         scene.run()
     assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
-    lines = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1]  # the step's line was not yet written
 
 

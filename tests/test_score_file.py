@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 import forked
-from played import RewardsHere, score_files_here, server
+from played import RewardsHere, lines_of, score_files_here, server
 from test_reward_loop import FAULTS, GROUPS, critic, free_port, sample, until, write_function
 from test_reward_loop import serve  # noqa: F401  (a fixture)
 
@@ -140,7 +140,7 @@ def test_command_line_scores_a_file(tmp_path):
         {"score": 1.0, "acc": True},
         {"score": 0.5, "pred": "x"},
     ]
-    assert [json.loads(line) for line in (tmp_path / "scored.jsonl").open()] == written
+    assert lines_of(tmp_path / "scored.jsonl") == written
 
 
 HALF = """
@@ -175,7 +175,7 @@ def test_command_line_stops_when_the_judge_stays_down_and_resumes(tmp_path, serv
     ended = command_line(*arguments, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert (f"resuming: {kept} of 40" in ended.stdout) == (kept > 0) and len(server.requests) == 20
-    scored = [json.loads(line) for line in out.open()]
+    scored = lines_of(out)
     assert [row["reward_score"] for row in scored] == [-1.0, 1.0] * 20
     assert {row["status"] for row in scored} == {"ok"}
 
@@ -427,7 +427,7 @@ def test_groups_of_a_file_by_prompt_or_by_column_and_resumed_as_a_whole(tmp_path
     partial.write_text("".join(noted))  # killed before the last line of a group was written
     score_file.run(dataclasses.replace(config, resume=True))
     assert sorted(calls.read_text().splitlines()) == ["a b a b", "none none", "raise raise"]
-    scored = [json.loads(line) for line in config.out.open()]
+    scored = lines_of(config.out)
     assert [row["reward_score"] for row in scored] == [4.0, 2.0, 2.0, 4.0] * 2
 
     calls.unlink()
@@ -453,7 +453,7 @@ def test_a_function_gets_the_prompt_as_in_training_and_the_file_keeps_it(tmp_pat
     def scored(path, out):
         config = score_file.Config(data=path, out=tmp_path / out, reward_fn=function)
         score_file.run(config)
-        rows = [json.loads(line) for line in config.out.read_text().splitlines()]
+        rows = lines_of(config.out)
         return [[row["prompt"], json.loads(row["reward_extra_info"])["prompt"]] for row in rows]
 
     data = write_jsonl(
@@ -644,6 +644,6 @@ def test_every_row_of_a_file_gets_its_own_score(tmp_path):
     arguments = ["--data", tmp_path / "responses.jsonl", "--out", tmp_path / "scored.jsonl"]
     done = command_line(*arguments, "--reward-fn", f"{tmp_path}/chaos.py:by_index")
     assert done.returncode == 0, done.stderr
-    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").open()]
+    scored = lines_of(tmp_path / "scored.jsonl")
     assert [row["reward_score"] for row in scored] == [float(index) for index in range(300)]
     assert [json.loads(row["reward_extra_info"])["index"] for row in scored] == list(range(300))
