@@ -416,7 +416,7 @@ class Policy:
             "architecture": type(self.model).__name__,
             "eos_token_id": self.model.generation_config.eos_token_id,
             "numel": sum(map(torch.numel, self.model.state_dict().values())),  # counts a tied head twice
-            "parameters": sum(map(torch.numel, self.model.parameters())),  # counts it once
+            "parameters": self.model.num_parameters(),  # counts it once
             "adapters": count_adapters(self.model) if self.has_adapters else "",
         }
 

@@ -100,10 +100,10 @@ def sizes_of(config, device: str = "cpu") -> Sizes:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Sizes(
         weights=total,
-        trained=sum(map(torch.numel, trained)),
+        trained=model.num_parameters(only_trainable=True),
         largest_layer=max(layers),
         rest=total - sum(layers),
-        in_bf16=sum(map(torch.numel, model.parameters())) / 2,
+        in_bf16=model.num_parameters() / 2,
         pinned=pinned_size(model.parameters(), config.policy_ranks),
         pinned_gradients=pinned_size(trained, config.policy_ranks),
     )
