@@ -524,16 +524,18 @@ _graders = {}  # id of a process -> its idle child processes (pid, pipe), and a 
 def _compare(sides):
     """Compare two answers with math-verify."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
     # By default, math-verify drops units at the end, such as the t of 5t.
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True)
-    kinds = LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig()
+    kinds = [LatexExtractionConfig(normalization_config=normal)]
     parsed = []
     for side in sides:
         # math-verify takes ^T for a transpose, and drops it if it does not follow a matrix.
         side = re.sub(r"(?<!matrix\})\^(T|\{T\})", "^{(T)}", side)
-        parsed.append(parse(f"\\boxed{{{side}}}", kinds, parsing_timeout=None, raise_on_error=True))
+        # By default, math-verify takes a fraction out of a box that it cannot read.
+        options = dict(parsing_timeout=None, raise_on_error=True, extraction_mode="first_match")
+        parsed.append(parse(f"\\boxed{{{side}}}", kinds, **options))
     if not verify(*parsed, timeout_seconds=None, raise_on_error=True):
         return False
     truth, answer = (side[0] for side in parsed)

@@ -2114,9 +2114,9 @@ print("noise of an import")
 sys.modules["latex2sympy2_extended"] = sys.modules["latex2sympy2_extended.latex2sympy2"] = (
     SimpleNamespace(ConversionConfig=dict, NormalizationConfig=dict)
 )
-ExprExtractionConfig = LatexExtractionConfig = dict
+LatexExtractionConfig = dict
 parser = SimpleNamespace(latex2sympy=str, parse_latex_cached=functools.lru_cache(str))
-def parse(text, kinds, parsing_timeout, raise_on_error):
+def parse(text, kinds, parsing_timeout, raise_on_error, extraction_mode):
     if "ga" in text:
         raise ValueError
     return [text]
@@ -2452,6 +2452,12 @@ a^2+2 | a^2+2ab
 5 \cdot 2^T | 10^T
 2:40 | 1:20
 12:30 | 6:15
+\frac14\vec{a}+\frac13\vec{b} | \frac12\vec{a}+\frac13\vec{b}
+\frac13 | \frac12\vec{a}+\frac13\vec{b}
+\lg\frac12 | \frac12
+\frac12\lg 5 | \frac12\lg 3
+\begin{cases}x^3&x>0\\ \frac12&x\le0\end{cases} | \begin{cases}x^2&x>0\\ \frac12&x\le0\end{cases}
+\mathbb{Q}\setminus\{\frac12\} | \frac12
 """
 VALUES = r"""
 r(R-r) | rR-r^2
