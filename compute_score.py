@@ -231,13 +231,14 @@ START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{
 (?<![a-zA-Z\\])mph\b                        → miles/h
 (?<=[\d})i])m(?=/s\b)                       → meters
 # A row separator at the end of a matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
+# In a list such as "Ann is 5, Bob is 3", the words are names, so they stay.
 \\\\(?=\\end)                               →
 \\\$(-?\d[\d.]*)(?:\\\$)?                   → \1dollars
 (?<=\d)\\\$(?=$|/)                          → dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →
-^(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
+\A(?!(?s:.*\n).*\b(?:is|are)[\d\\(-])(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
 ^(?:Option)?\(?([A-J])\)?:?$                → \1
 """
 _NEGATION = r"\b(?:not|no\b|never|neither|nor\b|none|cannot|isn|without|wrong|false)"

@@ -420,6 +420,9 @@ y" | y
 5\times | 5
 =x | =y
 \text{Option A} | B
+\text{Alice is 5 and Bob is 3} | \text{Bob is 5 and Alice is 3}
+\text{the mean is 5, the median is 7} | \text{the median is 5, the mean is 7}
+\text{width is }4\text{ and length is }6 | \text{length is }4\text{ and width is }6
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -551,6 +554,7 @@ x\textsuperscript{10} | x^{10}
 =\frac12 | x=\frac{1}{2}
 \text{Option A} | A
 \text{Option (B)} | B
+\text{the roots are 1, 2} | 1, 2
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
