@@ -423,6 +423,12 @@ y" | y
 \text{Alice is 5 and Bob is 3} | \text{Bob is 5 and Alice is 3}
 \text{the mean is 5, the median is 7} | \text{the median is 5, the mean is 7}
 \text{width is }4\text{ and length is }6 | \text{length is }4\text{ and width is }6
+sqrt(3) | a sqrt(3)
+2 sin(x) | 2 a sin(x)
+(cos t, b sin t) | (a cos t, b sin t)
+y = log(x) | y = a log(x)
+a arctan x | arctan x
+a sinh(2x) | sinh(2x)
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -555,6 +561,9 @@ x\textsuperscript{10} | x^{10}
 \text{Option A} | A
 \text{Option (B)} | B
 \text{the roots are 1, 2} | 1, 2
+\text{a single point} | single point
+\text{a cosine curve} | cosine curve
+\text{a maximum} | maximum
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
