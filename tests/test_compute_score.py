@@ -2471,6 +2471,9 @@ a^2+2 | a^2+2ab
 \frac12\lg 5 | \frac12\lg 3
 \begin{cases}x^3&x>0\\ \frac12&x\le0\end{cases} | \begin{cases}x^2&x>0\\ \frac12&x\le0\end{cases}
 \mathbb{Q}\setminus\{\frac12\} | \frac12
+3:5:4 | 3:4:5
+1:6 | 1:2:3
+1:2:\sqrt3 | 1:\sqrt3:2
 """
 VALUES = r"""
 r(R-r) | rR-r^2
@@ -2496,6 +2499,7 @@ f'(x)+1 | 1+f'(x)
 (1+r)^T | (r+1)^T
 2^{T}x | x2^{T}
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^T | \begin{pmatrix}1&3\\2&4\end{pmatrix}
+1:\sqrt{3}:2.0 | 1:\sqrt3:2
 """
 
 
