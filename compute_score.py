@@ -611,10 +611,10 @@ def _grade(pipe):
 
 # math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
 # value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
-# case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20, and the ratio 1:2:3
-# for 1/6.
+# case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20, the ratio 1:2:3 for 1/6,
+# and n!! for (n!)!.
 _NOT_READ = re.compile(
-    r"=|^.*:.*:.*|"
+    r"=|^.*:.*:.*|!!|"
     r".'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
     r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"

@@ -2474,6 +2474,7 @@ a^2+2 | a^2+2ab
 3:5:4 | 3:4:5
 1:6 | 1:2:3
 1:2:\sqrt3 | 1:\sqrt3:2
+(n!)! | n!!
 """
 VALUES = r"""
 r(R-r) | rR-r^2
@@ -2500,6 +2501,7 @@ f'(x)+1 | 1+f'(x)
 2^{T}x | x2^{T}
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^T | \begin{pmatrix}1&3\\2&4\end{pmatrix}
 1:\sqrt{3}:2.0 | 1:\sqrt3:2
+n!! | n!!
 """
 
 
