@@ -612,9 +612,9 @@ def _grade(pipe):
 # math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
 # value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
 # case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20, the ratio 1:2:3 for 1/6,
-# and n!! for (n!)!.
+# n!! for (n!)!, and the units of 5 feet 3 inches for factors.
 _NOT_READ = re.compile(
-    r"=|^.*:.*:.*|!!|"
+    r"=|^.*:.*:.*|!!|[\d.]+ ?(?!or(?![a-zA-Z]))[a-zA-Z]{2,} ?[\d.]+|"
     r".'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
     r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
@@ -637,6 +637,8 @@ def _math_verify(answer, truth):
     fewer, more = sorted([len(parts), len(true_parts)])
     if not _agree(parts, true_parts) or 1 < fewer < more:  # lists of different lengths
         return False
+    if len({unit for _, _, unit in parts + true_parts if unit}) > 1:
+        answer, truth = f"({answer})", f"({truth})"  # The order of 5 feet, 3 inches matters.
     free, lock = _graders.setdefault(os.getpid(), ([], threading.Lock()))  # atomic
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
         pid, pipe = free.pop() if free else _start_grader()

@@ -2474,6 +2474,12 @@ a^2+2 | a^2+2ab
 3:5:4 | 3:4:5
 1:6 | 1:2:3
 1:2:\sqrt3 | 1:\sqrt3:2
+30\text{ hours and }2\text{ minutes} | 2\text{ hours and }30\text{ minutes}
+5\text{ feet}, 3\text{ inches} | 3\text{ feet}, 5\text{ inches}
+5, 3 | 3\text{ feet}, 5\text{ inches}
+10\text{ cm}^2, 12\text{ cm} | 12\text{ cm}^2, 10\text{ cm}
+5\text{ feet }3\text{ inches} | 3\text{ feet }5\text{ inches}
+2\text{ hr }30\text{ min} | 30\text{ hr }2\text{ min}
 (n!)! | n!!
 """
 VALUES = r"""
@@ -2501,6 +2507,11 @@ f'(x)+1 | 1+f'(x)
 2^{T}x | x2^{T}
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^T | \begin{pmatrix}1&3\\2&4\end{pmatrix}
 1:\sqrt{3}:2.0 | 1:\sqrt3:2
+0.5\text{ hours}, 3\text{ feet} | \frac12\text{ hours}, 3\text{ feet}
+5, 0.5 | 5\text{ feet}, \frac12\text{ inches}
+3, 5\text{ cm} | 5\text{ cm}, 3
+5\text{ cm}, 3\text{ cm} | 3\text{ cm}, 5\text{ cm}
+2 or 3.0 | 3 or 2
 n!! | n!!
 """
 
