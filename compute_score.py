@@ -133,6 +133,8 @@ _ARGUMENTS = {"^": 1, "_": 1, "\\sqrt": 1, "\\overline": 1, "\\frac": 2, "\\bino
 
 _POWER = r"(?<=[\w)}\]|!'])( ?)\*\*\1"
 _MARKS = [  # applied in order, before an answer is split into tokens
+    # The cross product: elsewhere, \times and \cdot are synonyms.
+    (r"(\\nabla|\\(?:vec|overrightarrow)\s*(?:\{[^{}]*\}|\w))\s*(?:\\times(?![a-zA-Z])|×)", r"\1\\cross "),
     (r"√\s*(?:(\d[\d.]*)|\(([^()]*)\))", r"\\sqrt{\1\2}"),
     (r'(?<![\w)}\]])"([^"]*)"', r"\1"),  # a quotation
     (r'(?<=[a-zA-Z)])"', "''"),  # the second derivative y"

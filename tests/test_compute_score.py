@@ -429,6 +429,9 @@ sqrt(3) | a sqrt(3)
 y = log(x) | y = a log(x)
 a arctan x | arctan x
 a sinh(2x) | sinh(2x)
+\vec{a}\times\vec{b} | \vec{a}\cdot\vec{b}
+\overrightarrow{AB} × \overrightarrow{AC} | \overrightarrow{AB} · \overrightarrow{AC}
+\nabla\times\mathbf{F} | \nabla\cdot\mathbf{F}
 """
 EQUAL = r"""
 1 / 2 | \frac{1}{2}
@@ -564,6 +567,9 @@ x\textsuperscript{10} | x^{10}
 \text{a single point} | single point
 \text{a cosine curve} | cosine curve
 \text{a maximum} | maximum
+\vec{a}×\vec{b} | \vec a \times \vec b
+2\times\vec{a} | 2\cdot\vec{a}
+|\vec{a}|\times|\vec{b}| | |\vec{a}|\cdot|\vec{b}|
 """
 CHANGED = [(*line.split(" | "), False) for line in UNEQUAL.strip().splitlines()]
 CHANGED += [(*line.split(" | "), True) for line in EQUAL.strip().splitlines()]
