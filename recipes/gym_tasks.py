@@ -38,11 +38,13 @@ REJECTED = {
     "coin_flip": HANGS + "1e99999999",
     "rubiks_cube": HANGS + "D9999999",
     "rush_hour": HANGS + "AA+999999999",
+    "complex_arithmetic": "its verifier accepts the answer nan",
     "game_of_life_halting": "its verifier accepts every answer",
     "isomorphic_strings": NOT_REPRODUCIBLE,
     "knight_swap": NOT_REPRODUCIBLE,
     "ransom_note": NOT_REPRODUCIBLE,
     "word_ladder": NOT_REPRODUCIBLE,
+    "propositional_logic": "its premises may contradict each other, and then every conclusion is right",
     "composite": "it only combines other tasks",
 }
 # Exceptions that verifiers raise if they cannot parse an answer.
