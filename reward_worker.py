@@ -403,6 +403,7 @@ def is_retryable(error: BaseException) -> bool:
     broken = {
         "ClientConnectionError",
         "ClientPayloadError",
+        "ChunkedEncodingError",
         "APIConnectionError",
         "TransportError",
         "ConnectionError",

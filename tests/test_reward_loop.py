@@ -269,6 +269,7 @@ def test_http_errors_that_may_pass():
     response.status_code = 404
     assert not reward_worker.is_retryable(requests.HTTPError(response=response))
     assert reward_worker.is_retryable(requests.ConnectionError())
+    assert reward_worker.is_retryable(requests.exceptions.ChunkedEncodingError())  # the same with requests
     assert reward_worker.is_retryable(ConnectionRefusedError())
     assert not reward_worker.is_retryable(ValueError()) and not reward_worker.is_retryable(TimeoutError())
 
