@@ -1049,9 +1049,9 @@ async def chat(
     if it hangs, and share its answer. They share a failure only if the request crashed servers.
 
     Returns:
-        (status, text, completion tokens). The status is "ok", "truncated" (cut off at the limit, or aborted
-        because vLLM was put to sleep), "http_error" or "timeout". For the last two statuses, the text
-        describes the error. The number of tokens is None if the answer was shared.
+        (status, text, completion tokens). The status is "ok", "truncated" (cut off at the limit, by a content
+        filter or an error, or because vLLM was put to sleep), "http_error" or "timeout". For the last two
+        statuses, the text describes the error. The number of tokens is None if the answer was shared.
     """
     body = {
         "messages": _messages(prompt),
@@ -1149,6 +1149,10 @@ async def _check_name(address, model):
         )
 
 
+# Finish reasons of incomplete answers, of vLLM and several APIs. Any other reason means a complete answer.
+ABORTED = ("abort", "error", "content_filter", "insufficient_system_resource", "repetition")
+
+
 def _read_reply(reply):
     """Return (status, text, completion tokens, whether the server aborted) of a chat completion.
 
@@ -1164,12 +1168,15 @@ def _read_reply(reply):
         choices = [{"message": None, "finish_reason": "length"}]
     if not choices:  # as while a server warms up
         raise ReplyError(f"the reply has no choices: {reply!s:.200}")
+    status = "ok"
     try:
         choice = choices[0]
         _raise_if_failed(choice)
         end = choice.get("finish_reason")
         message = choice["message"]
-        if end == "length":  # The thought used all tokens, and some servers leave out the rest.
+        is_aborted = end in ABORTED
+        if end == "length" or is_aborted:  # Some servers then leave out the content or the message.
+            status = "truncated"
             message = {"content": None} | (message or {})
         text = message["content"] or ""  # null if a reasoning parser found no final answer
         if isinstance(text, list):  # Some servers send the content in parts.
@@ -1177,10 +1184,7 @@ def _read_reply(reply):
         text = _as_utf8("".join(text))  # This raises TypeError if the content is not text.
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply is not a chat completion: {reply!s:.200}") from error
-    status = "ok"
-    if end in ("length", "abort"):
-        status = "truncated"
-    return status, text, usage.get("completion_tokens") or 0, end == "abort"
+    return status, text, usage.get("completion_tokens") or 0, is_aborted
 
 
 NOT_ASKED = {

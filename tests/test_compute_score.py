@@ -999,6 +999,13 @@ def score_with(
         ),
         (completion("so far \\boxed{1} but", "length"), {"on_no_verdict": "rule"}, 1.0, False, "truncated"),
         (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # vLLM was put to sleep
+        (completion("\\boxed{0}, let me ch", "content_filter"), {}, None, None, "truncated"),
+        ({"choices": [{"message": None, "finish_reason": "content_filter"}]}, {}, None, None, "truncated"),
+        (completion("\\boxed{0}", "error"), {}, None, None, "truncated"),
+        (completion("\\boxed{0}", "insufficient_system_resource"), {}, None, None, "truncated"),  # DeepSeek
+        (completion("\\boxed{-1}", "end_turn"), {}, 1.0, False, "ok"),  # complete, in another API's words
+        (completion("\\boxed{-1}", "eos"), {}, 1.0, False, "ok"),
+        (completion("\\boxed{-1}", None), {}, 1.0, False, "ok"),
         (400, {}, None, None, "http_error"),
         (400, {"on_no_verdict": "rule"}, 1.0, False, "http_error"),
         ("hang", {"genrm_timeout_s": 0.2}, None, None, "timeout"),
@@ -1045,7 +1052,7 @@ def test_fapo(critique, settings, score, flawed, status):
     }
     assert (error != "") == (status in ("http_error", "timeout"))
     if status == "ok":
-        assert first_wrong == int(re.search(r"boxed.(-?\d)", critique)[1])
+        assert first_wrong == int(re.search(r"boxed.(-?\d)", str(critique))[1])
     else:
         assert first_wrong == (-1 if settings.get("on_no_verdict") == "rule" else None)
 
@@ -1891,7 +1898,10 @@ def test_two_judges_are_asked_separately():
     assert [text for _, text, _ in asyncio.run(main())] == ["fine", "flawed"] * 2
 
 
-@pytest.mark.parametrize("failure", [400, gateway_error(code=401), completion("so far", "abort")])
+@pytest.mark.parametrize(
+    "failure",
+    [400, gateway_error(code=401), completion("so far", "abort"), completion("so far", "error")],
+)
 def test_a_failure_is_not_shared(failure):
     judge = Judge(failure, "fine")
     first, *others = answers_of(judge, *[{"temperature": 0} for _ in range(8)])
