@@ -1131,9 +1131,11 @@ async def _complete_chat(address, body):
             raise
         with contextlib.suppress(Exception):  # The first error is the one to report.
             served = await served_model(address, model)
+        limit = body.pop("max_tokens")  # The prompt may leave fewer tokens.
         if not served.get("max_model_len"):
-            raise
-    del body["max_tokens"]  # The prompt may leave fewer than max_tokens tokens.
+            if "max_completion_tokens" not in str(error):
+                raise
+            body["max_completion_tokens"] = limit  # the name for OpenAI's reasoning models
     return await _json_request("POST", url, json=body)
 
 

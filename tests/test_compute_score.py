@@ -1711,7 +1711,8 @@ class RenamedJudge(Judge):
             return web.json_response(gateway_error(code=404), status=404)
         if self.prompt_tokens + body.get("max_tokens", 1) > self.context:
             self.requests.append(body)
-            return web.json_response(gateway_error(code=400), status=400)
+            error = gateway_error(code=400, message="'max_tokens' or 'max_completion_tokens' is too large")
+            return web.json_response(error, status=400)
         return await super().chat(request)
 
 
@@ -1789,6 +1790,7 @@ def test_a_judge_with_a_small_context_answers_as_far_as_its_context_goes(max_tok
     result = score_with(judge, genrm_max_tokens=max_tokens)
     assert (result["score"], result["genrm_status"]) == (0.0, "ok")
     assert [request.get("max_tokens") for request in judge.requests] == sent
+    assert not any("max_completion_tokens" in request for request in judge.requests)
 
 
 def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_too():
@@ -1811,6 +1813,20 @@ def test_a_chosen_judge_with_a_small_context_is_looked_up_once():
     asyncio.run(main())
     assert [request.get("max_tokens") for request in judge.requests] == [16384, None, None, None]
     assert judge.model_lookups == 1
+
+
+def test_a_judge_that_renames_the_limit_gets_it_under_its_name():
+    def reply(request):
+        if "max_tokens" not in request:
+            return "\\boxed{1}"
+        error = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+        return 400, {}, json.dumps(gateway_error(message=error))  # as OpenAI's reasoning models reply
+
+    judge = Judge(reply)
+    result = score_with(judge, genrm_max_tokens=500, genrm_model="the-judge")
+    assert (result["score"], result["genrm_status"]) == (0.0, "ok")
+    limits = [(body.get("max_tokens"), body.get("max_completion_tokens")) for body in judge.requests]
+    assert limits == [(500, None), (None, 500)]
 
 
 def test_a_prompt_that_no_context_holds_is_a_failure():

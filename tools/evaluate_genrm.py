@@ -18,7 +18,8 @@ For FAPO-GenRM-4B, the paper reports an average F1 of 83.3 (ProcessBench), and p
 F1 89.4 (FlawedPositiveBench). Unparsable and truncated critiques have no vote. A solution without votes is a
 miss in error, correct and recall, but never counts as flawed (the original counts it as flawed). Failed
 requests are excluded and reported (exit code 1), and the next run repeats them.
-Not covered: judges that answer True or False, scoring by log-probabilities.
+Not covered: judges that answer True or False, judges that reject temperature or top_p, scoring by
+log-probabilities.
 """
 
 import json
