@@ -34,6 +34,7 @@ on the request. Requests with the same X-Session-Id header go to the same server
 regardless of --policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
 curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
+The router ignores the environment variables HTTP_PROXY and HTTPS_PROXY, so an API must be reachable directly.
 Standalone: imports nothing from this repository. genrm_server.py runs SglangGenerate inside vLLM, as a
 middleware that answers SGLang's /generate.
 """
