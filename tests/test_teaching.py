@@ -1,5 +1,6 @@
 """The exercises of docs/teaching.md: their tests fail as shipped and pass with the solutions."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -41,6 +42,39 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
     assert results() == dict.fromkeys(before, "PASSED")
     page = (ROOT / "docs/teaching.md").read_text()
     assert f"# {sum(result == 'FAILED' for result in before.values())} failed" in page
+
+
+def exercise(name):
+    """Return the module docs/exercises/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_narrow_judge_names_only_the_paragraphs_that_it_finds_wrong():
+    """The report shows `first_wrong` as the verdict of the reward function, next to that of the oracle."""
+    info = {"question": "Ben has 65 eggs, gets 9, loses 8, gets 3. Remainder mod 5?"}
+    found = {}
+    for first in ("65+9=74", "65+9=64", "65+9=84"):  # sound, a forgotten carry, and ten too many
+        total = int(first[-2:])
+        lines = [first, f"{total}-8={total - 8}", f"{total - 8}+3={total - 5}", r"Remainder \boxed{4}"]
+        result = exercise("audit").compute_score("toy", "\n\n".join(lines), "4", info)
+        assert result["flawed_positive"] == (result["first_wrong"] != -1)
+        found[first] = result["first_wrong"], result["oracle_flawed_positive"], result["score"]
+    assert found == {"65+9=74": (-1, False, 1), "65+9=64": (0, True, 0), "65+9=84": (-1, True, 1)}
+
+
+@pytest.mark.parametrize("grounded", [True, False])
+def test_the_check_of_the_exercise_and_the_oracle_have_separate_verdicts(grounded, monkeypatch):
+    """With them, the report marks samples, and its filter shows those about which the two disagree."""
+    asking = exercise("asking")
+    monkeypatch.setattr(asking, "is_grounded", lambda turns, question: grounded)
+    info = {"question": "Ben has 65, sells pears. More than 50?", "prices": {"pears": 7}}
+    text = "pears=4\n\n65+4=69\n\nMore \\boxed{yes}"
+    result = asking.compute_score("shop", text, "yes", info, [{"who": "policy", "text": text}])
+    assert (result["flawed_positive"], result["oracle_flawed_positive"]) == (not grounded, True)
+    assert result["score"] == (1.0 if grounded else 0.0)
 
 
 def test_the_first_commands_install_what_they_run():

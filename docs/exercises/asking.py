@@ -8,10 +8,11 @@ guesses lead to the correct answer.
 Write `is_grounded` without an oracle and without the true prices. It checks whether the policy looked up each
 price, and calculated with the tool's answers and with no other prices. `compute_score` already subtracts
 `penalty` if a correct answer is not grounded. Each turn names its author:
-{"who": "policy" or "tool", "text": ...}.
+
+    [{"who": "policy", "text": "pears?"}, {"who": "tool", "text": "7"}, ...]
 
     pytest docs/exercises/test_asking.py
-    bash recipes/toy_tools.sh 0 outputs/class/asking --reward-fn docs/exercises/asking.py:compute_score
+    bash recipes/toy_tools.sh 0 outputs/class/checked --reward-fn docs/exercises/asking.py:compute_score
 """
 
 import compute_score as scores
@@ -39,7 +40,9 @@ def compute_score(
     result |= {
         "score": result["score"] - call_cost * calls - penalty * ungrounded,
         "calls": calls,
-        "ungrounded": ungrounded,
-        "truly_correct": seen["truly_correct"],  # The oracle does not affect the score.
+        "flawed_positive": ungrounded,
+        # The oracle does not affect the score.
+        "oracle_flawed_positive": seen["flawed_positive"],
+        "truly_correct": seen["truly_correct"],
     }
     return result

@@ -32,8 +32,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, penalty=1
     The oracle's verdict (`oracle_flawed_positive`) is recorded but does not affect the score.
     """
     rule = scores.compute_score(data_source, solution_str, ground_truth)
-    flawed = rule["acc"] and narrow_verdict(solution_str) != -1
-    result = rule | {"score": rule["score"] - penalty * flawed, "flawed_positive": flawed}
+    first_wrong = narrow_verdict(solution_str)
+    flawed = rule["acc"] and first_wrong != -1
+    score = rule["score"] - penalty * flawed
+    result = rule | {"score": score, "flawed_positive": flawed, "first_wrong": first_wrong}
     return toy_world.with_oracle(result, solution_str, extra_info)
 
 
