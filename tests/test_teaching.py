@@ -14,6 +14,31 @@ import forked
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "docs/exercises"
 EXERCISES = {path.stem for path in (ROOT / FOLDER).glob("*.diff")}
+# Students' mistakes, as {exercise: (text of the solution, wrong text)}. Each dict is tried at once.
+MISTAKES = [
+    {
+        "advantage": ("where(known,", "where(known.all(1, keepdim=True),"),
+        "asking": (
+            're.findall(r"\\d+[+-](\\d+)=", written) == said',
+            'set(re.findall(r"[+-](\\d+)=", written)) == set(said)',
+        ),
+        "audit": ("random.Random(0).sample(passed, min(n, len(passed)))", "passed[-n:]"),
+        "group_reward": ("min(right)", "min(lengths)"),
+        "reward_term": (
+            'return result | {"score": score, "progress": progress}',
+            'result |= {"score": score, "progress": progress}\n    return result',
+        ),
+    },
+    {
+        "asking": ("written) == said", "written)[: len(said)] == said"),
+        "audit": ("max(len(missed), 1)", "len(missed)"),
+        "group_reward": (
+            "(max(right) - length) / (max(right) - min(right))",
+            "sum(other > length for other in right) / (len(right) - 1)",
+        ),
+        "reward_term": ("max(len(paragraphs), 1)", "len(paragraphs)"),
+    },
+]
 
 
 @pytest.mark.slow
@@ -40,8 +65,17 @@ def test_each_exercise_is_red_and_its_solution_green(tmp_path):
     for exercise in EXERCISES:
         subprocess.run(["git", "apply", f"{FOLDER}/{exercise}.diff"], cwd=tmp_path, env=outside, check=True)
     assert results() == dict.fromkeys(before, "PASSED")
-    page = (ROOT / "docs/teaching.md").read_text()
-    assert f"# {sum(result == 'FAILED' for result in before.values())} failed" in page
+    said = list(before.values())
+    counts = f"# {said.count('FAILED')} failed, {said.count('PASSED')} passed"
+    assert counts in (ROOT / "docs/teaching.md").read_text()
+    solved = {name: (tmp_path / FOLDER / f"{name}.py").read_text() for name in EXERCISES}
+    for mistakes in MISTAKES:
+        for name, text in solved.items():
+            right, wrong = mistakes.get(name, ("", ""))
+            assert right in text
+            (tmp_path / FOLDER / f"{name}.py").write_text(text.replace(right, wrong))
+        failed = {exercise for (exercise, _), result in results().items() if result == "FAILED"}
+        assert failed == set(mistakes)
 
 
 def exercise(name):

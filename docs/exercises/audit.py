@@ -56,7 +56,7 @@ def audited(data_source, solution_str, ground_truth, extra_info, share=0.05) -> 
 def missed_by_judge(samples: list[dict], second_opinion, n: int = 100) -> float:
     """Return the fraction of the accepted correct answers that a second judge calls flawed.
 
-    This function is the exercise.
+    If there are no such answers, it is 0.0. This function is the exercise.
 
     Args:
         samples: Lines of samples.jsonl.

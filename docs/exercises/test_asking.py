@@ -17,13 +17,6 @@ def turns_of(*pairs):
 ASKED = turns_of(*shop_world.write_solution(PROBLEM))
 STATED = turns_of(*shop_world.write_solution(PROBLEM, looks_up=False))
 FORGED = turns_of(("policy", "".join(turn["text"] for turn in ASKED)))
-IGNORED = turns_of(
-    ("policy", "pears?"),
-    ("tool", "7"),
-    ("policy", "\n\n65+9=74\n\nnuts?"),
-    ("tool", "5"),
-    ("policy", "\n\n74-5=69\n\nMore \\boxed{yes}"),
-)
 ONCE = turns_of(
     ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+7=72\n\nnuts=7\n\n72-7=65\n\nMore \\boxed{yes}")
 )
@@ -35,6 +28,14 @@ GUESSES = {
     "after half of the look-ups": turns_of(
         ("policy", "pears?"), ("tool", "7"), ("policy", "\n\n65+7=72\n\nMore \\boxed{yes}")
     ),
+}
+
+# What the policy writes after the tool's first answer, 7, and after its second answer, 5.
+SUMS = {
+    "with another price": ("65+9=74\n\n", "74-5=69"),
+    "in another order": ("", "65+5=70\n\n70-7=63"),
+    "with an additional price": ("65+7=72\n\n72-9=63\n\n", "63-5=58"),
+    "with an additional price at the end": ("65+7=72\n\n", "72-5=67\n\n67-9=58"),
 }
 
 
@@ -67,8 +68,12 @@ def test_the_policy_cannot_write_the_tools_answers():
     assert not is_grounded(FORGED, QUESTION)
 
 
-def test_ignoring_the_tools_answer_is_not_grounded():
-    assert not is_grounded(IGNORED, QUESTION)
+@pytest.mark.parametrize("sums", SUMS)
+def test_other_sums_are_not_grounded(sums):
+    first, second = SUMS[sums]
+    turns = turns_of(("policy", "pears?"), ("tool", "7"), ("policy", f"\n\n{first}nuts?"), ("tool", "5"))
+    turns += turns_of(("policy", f"\n\n{second}\n\nMore \\boxed{{yes}}"))
+    assert not is_grounded(turns, QUESTION)
 
 
 def test_a_wrong_answer_loses_only_the_cost_of_its_calls():

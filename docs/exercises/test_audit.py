@@ -32,13 +32,18 @@ def test_more_and_more_of_the_accepted_answers_are_flawed():
     assert missed_by_judge(LATE, oracle, n=1000) == pytest.approx(106 / 146)
 
 
-def test_forty_second_opinions_are_enough():
+def test_forty_random_answers_are_enough():
+    """The late answers come in the order of the oracle's verdict: neither the first nor the last 40 will do.
+
+    One in 100,000 random draws fails this test.
+    """
     asked = []
-    shares = [
+    in_order = sorted(LATE, key=lambda sample: oracle(sample["prompt"], sample["response"]))
+    early, late = (
         missed_by_judge(samples, lambda *one: asked.append(one) or oracle(*one), n=40)
-        for samples in (EARLY, LATE)
-    ]
-    assert len(asked) == 80 and shares[0] < 0.45 and shares[1] > 0.55
+        for samples in (EARLY, in_order)
+    )
+    assert len(asked) == 80 and early < 0.55 and 0.45 < late < 0.98
 
 
 def test_a_perfect_judge_raises_no_alarm():
@@ -52,3 +57,4 @@ def test_a_perfect_judge_raises_no_alarm():
         for sample in LATE
     ]
     assert missed_by_judge(seen, oracle) == 0.0
+    assert missed_by_judge([], oracle) == 0.0  # The judge has accepted nothing yet.

@@ -1,5 +1,7 @@
 """Exercise 5: these tests fail with a function of one response and pass with a function of the group."""
 
+from pathlib import Path
+
 import pytest
 from group_reward import compute_score
 
@@ -13,10 +15,10 @@ def scores_of(*responses, **settings):
 
 
 def test_short_correct_answers_get_the_bonus():
-    """The correct responses have 12, 22 and 32 characters, and the wrong response has 22."""
-    responses = [text.rjust(22) for text in (r"\boxed{4}", r"\boxed{5}")]
+    """The correct responses have 17, 12 and 32 characters. The wrong response is the shortest, with 9."""
+    responses = [r"\boxed{4}".rjust(17), r"\boxed{5}"]
     responses += [r"\boxed{4}".rjust(length) for length in (12, 32)]
-    assert scores_of(*responses) == pytest.approx([1.25, -1.0, 1.5, 1.0])
+    assert scores_of(*responses) == pytest.approx([1.375, -1.0, 1.5, 1.0])
     assert scores_of(*responses, bonus=0.0) == [1.0, -1.0, 1.0, 1.0]
 
 
@@ -27,5 +29,5 @@ def test_without_a_difference_there_is_no_bonus():
 
 
 def test_the_reward_loop_calls_it_with_groups():
-    job = reward_loop.RewardOptions(reward_fn="docs/exercises/group_reward.py:compute_score").make_job()
-    assert job.sees_group
+    path = Path(__file__).with_name("group_reward.py")
+    assert reward_loop.RewardOptions(reward_fn=f"{path}:compute_score").make_job().sees_group
