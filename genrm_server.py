@@ -921,7 +921,7 @@ def main() -> None:
     import router
 
     try:
-        servers = ModelServers(router.cli(Config))
+        servers = ModelServers(router.cli(Config, __doc__))
         try:
             while True:
                 servers.check()

@@ -861,11 +861,13 @@ async def serve(config: Config) -> None:
         await router.stop()
 
 
-def cli(config):
-    """Parse this script's command line."""
+def cli(config, doc: str | None):
+    """Parse this script's command line. --help shows the first two paragraphs of `doc`, its docstring."""
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
-    return tyro.cli(config, config=[tyro.conf.DisallowNone])
+    about = "\n\n".join((doc or "").split("\n\n")[:2])  # With python -OO, there are no docstrings.
+    prog = f"python {sys.argv[0]}"
+    return tyro.cli(config, prog=prog, description=about, config=[tyro.conf.DisallowNone])
 
 
 if __name__ == "__main__":
@@ -873,7 +875,7 @@ if __name__ == "__main__":
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        uvloop.run(serve(cli(Config)))
+        uvloop.run(serve(cli(Config, __doc__)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

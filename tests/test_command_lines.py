@@ -153,6 +153,15 @@ def test_the_help_of_a_script_that_writes_a_file_writes_nothing(name, tmp_path):
     assert after <= before
 
 
+@pytest.mark.parametrize("name", ["router.py", "genrm_server.py"])
+def test_the_help_of_a_service_shows_its_commands(name):
+    examples = (ROOT / name).read_text().split('"""')[1].split("\n\n")[1]
+    done = forked.run([name, "--help"], timeout=100)
+    assert done.stdout.startswith(f"usage: python {name} [-h]") and examples in done.stdout
+    done = forked.run([name, "--no-such-flag"], timeout=100)
+    assert done.returncode == 2 and f"python {name} --help" in done.stderr
+
+
 HELP = (
     "grpo_trainer.py",
     "score_file.py",
