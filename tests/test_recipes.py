@@ -866,6 +866,25 @@ def test_the_share_for_the_form():
     assert score(solution_str=r"\boxed{7}", **about, format_share=0)["score"] == -1.0
 
 
+def make(*arguments, cwd):
+    """Run make without the variables of `make test`, which would make it a nested make with other output."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *arguments], cwd=cwd, env=own, capture_output=True, text=True)
+
+
+def test_make_without_arguments_says_what_it_installs_and_what_is_next(tmp_path):
+    for name in ("Makefile", "requirements.txt", "requirements-cpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("pip", "python"):
+        tool = tmp_path / ".venv/bin" / name
+        tool.parent.mkdir(parents=True, exist_ok=True)
+        tool.write_text(f"#!/bin/sh\necho {name} $1\n")
+        tool.chmod(0o755)
+    first, again = (make("PYTHON=true", cwd=tmp_path).stdout.splitlines() for _ in range(2))
+    assert "several GB into .venv" in first[0] and "pip install" in first[1:-1]
+    assert "source .venv/bin/activate" in first[-1] and again == first[-1:]
+
+
 def test_make_clean_leaves_what_the_user_has_made(tmp_path):
     """Runs and the user's data stay; what `make setup` and `make demo` make again goes."""
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -874,8 +893,6 @@ def test_make_clean_leaves_what_the_user_has_made(tmp_path):
     for name in made + stays:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    # Tests often run under `make test`, whose variables would make this a nested make with other output.
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(["make", "clean"], cwd=tmp_path, env=own, capture_output=True, text=True)
+    done = make("clean", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "rm -rf .venv data/toy\n", done.stderr
     assert [name for name in made + stays if (tmp_path / name).exists()] == stays
