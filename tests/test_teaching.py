@@ -129,6 +129,18 @@ def test_the_page_has_every_exercise_and_two_hours():
     assert {name for name in EXERCISES if f"`{FOLDER}/{name}.py`" in page} == EXERCISES
 
 
+def test_each_command_of_the_page_trains_in_a_new_folder():
+    """A folder that contains a run is rejected, so the page cannot repeat a command after an edit."""
+    page = (ROOT / "docs/teaching.md").read_text()
+    runs = re.findall(
+        r"^(?:train |bash .* outputs/class/)(\w+) --reward-fn (?:docs/exercises/)?(\w+)", page, re.M
+    )
+    names = [name for name, _ in runs]
+    assert len(names) == len(set(names)) and [file for _, file in runs].count("asking") == 2
+    command = re.search(r"^    (bash .*)", (ROOT / FOLDER / "asking.py").read_text(), re.M)[1]
+    assert command in page and "outputs/class/checked" in command
+
+
 def test_what_the_page_says_to_read_is_there():
     """The names between a `file.py` and the end of the phrase are functions and classes in that file."""
     text = (ROOT / "docs/teaching.md").read_text().split("## The exercises")[0]
