@@ -481,7 +481,7 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     )
     assert sample.count("<li") == 3 and "0:65+9=74?6 not\n\\boxed{0}" in sample
     rows = rows_of(sample)
-    terms = ("rule", "flaw found by the judge", "length", "reward")
+    terms = ("rule", "flaw found by the judge", "length penalty", "reward")
     assert [rows[name] for name in terms] == ["+1", "−1", "0", "0"]
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
     assert "No judge was queried." in part(unjudged, "sample")
@@ -617,7 +617,7 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
         document.title = JSON.stringify(group.samples.map(sample =>
         [sample.verdict, termsOf(sample, group, RUNS[0]).map(words)]))""",
     )
-    assert samples == [[verdict, [*terms, "length −0.1"]] for _, verdict, terms in cases]
+    assert samples == [[verdict, [*terms, "length penalty −0.1"]] for _, verdict, terms in cases]
 
 
 @in_browser

@@ -265,8 +265,8 @@ def test_a_flaw_in_an_evaluation_that_is_judged_costs_nothing(tmp_path):
     free, charged = in_node(
         page, "RUNS[0].groups[0].samples.map(one => termsOf(one, RUNS[0].groups[0], RUNS[0]))"
     )
-    assert free == [["rule", 1], ["flaw found by the judge", 0], ["length", 0]]
-    assert charged == [["rule", 1], ["flaw found by the judge", -1], ["length", 0]]
+    assert free == [["rule", 1], ["flaw found by the judge", 0], ["length penalty", 0]]
+    assert charged == [["rule", 1], ["flaw found by the judge", -1], ["length penalty", 0]]
 
 
 def test_critiques_and_truths_that_are_no_text_are_shown_as_json(tmp_path):
@@ -350,7 +350,12 @@ def test_a_users_terms_are_bars_and_a_game_without_a_ground_truth_is_solved_or_n
     assert "toy; row 7 of data/games.jsonl; seed 11</p>" in part(first, "group")
     sample = part(first, "sample")
     rows = rows_of(sample)
-    assert [rows[name] for name in ("win", "style", "other terms", "length")] == ["−1", "+0.5", "−0.25", "0"]
+    assert [rows[name] for name in ("win", "style", "other terms", "length penalty")] == [
+        "−1",
+        "+0.5",
+        "−0.25",
+        "0",
+    ]
     assert "terms" not in rows and rows["board"] == "X.O" and "✗ not solved" in rows["verdict"]
     gradient = r'<td style="background:linear-gradient\(to right, rgb\(var\(--(\w+)\) / .3\) (\d+)%'
     bars = re.findall(gradient, sample)

@@ -132,11 +132,11 @@ function aboutOf({source, truth, file, row, seed}) {  // where a group comes fro
 function termsOf({info, score, penalty, terms}, group, run) {  // [name, value] of the summands of the reward
   const rule = info.acc == null ? NaN : isRight(info) ? 1 : -1, rest = score - rule;
   const withRest = (parts, name, value) =>
-    [...parts, ...Math.abs(value) > 1e-9 ? [[name, value]] : [], ["length", penalty]];
+    [...parts, ...Math.abs(value) > 1e-9 ? [[name, value]] : [], ["length penalty", penalty]];
   if (terms) return withRest(Object.entries(terms), "other terms", score - sum(Object.values(terms)));
   const ofGroup = Object.keys(group.verdict).length, isJudge = "exact" in info;
   if (ofGroup || !(rest === 0 || (isJudge || "flawed_positive" in info) && info.acc != null))
-    return [[ofGroup ? "group" : "score", score], ["length", penalty]];  // the summands are unknown
+    return [[ofGroup ? "group" : "score", score], ["length penalty", penalty]];  // the summands are unknown
   // A judge in training loses the distance between its paragraph and the correct one.
   if (isJudge) return withRest([["flawed or not", rule]], "distance", rest);
   if (!info.flawed_positive) return withRest([["rule", rule]], "other terms", rest);
