@@ -591,7 +591,7 @@ def test_the_reward_is_a_sum_of_what_the_function_says(tmp_path):
         (
             dict(acc=True, flawed_positive=True, oracle_flawed_positive=True, score=0.0),
             "right answer, flawed",
-            ["rule +1", "flaw found by the oracle −0.5", "other terms −0.5"],
+            ["rule +1", "flaw found by the reward function −0.5", "other terms −0.5"],
         ),
         (dict(acc=0, flawed_positive=False, score=-1.03), "wrong answer", ["rule −1", "other terms −0.03"]),
         (dict(acc=1, score=0.5), "right answer, not judged", ["score +0.5"]),

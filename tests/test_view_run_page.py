@@ -269,6 +269,26 @@ def test_a_flaw_in_an_evaluation_that_is_judged_costs_nothing(tmp_path):
     assert charged == [["rule", 1], ["flaw found by the judge", -1], ["length penalty", 0]]
 
 
+@pytest.mark.parametrize(
+    "function, finder",
+    [
+        ("toy/toy_world.py:compute_score_fapo_oracle", "the oracle"),
+        ("docs/exercises/audit.py:audited", "the reward function"),
+        (None, "the reward function"),
+    ],
+)
+def test_a_flaw_is_the_oracles_only_if_the_oracle_decides_the_score(tmp_path, function, finder):
+    """A reward function may return the oracle's verdict for comparison, without using it."""
+    info = {"acc": True, "flawed_positive": True, "oracle_flawed_positive": True, "score": 0.0}
+    sample = line(reward=0.0) | {"reward_extra_info": info}
+    settings = {"reward_fn": function} if function else {}
+    run = configured(tmp_path / "run", steps_of([0.5]), [sample], reward_kwargs='{"penalty": 1}', **settings)
+    terms = in_node(
+        view_run.write_page([run]), "termsOf(RUNS[0].groups[0].samples[0], RUNS[0].groups[0], RUNS[0])"
+    )
+    assert terms == [["rule", 1], [f"flaw found by {finder}", -1], ["length penalty", 0]]
+
+
 def test_critiques_and_truths_that_are_no_text_are_shown_as_json(tmp_path):
     """A reward function may return any JSON, and a ground truth may be a list."""
     lines = [line(group=0, info={"critique": {"step": 2}}), line(group=1, ground_truth=["4", "four"])]

@@ -142,7 +142,7 @@ function termsOf({info, score, penalty, terms}, group, run) {  // [name, value] 
   if (!info.flawed_positive) return withRest([["rule", rule]], "other terms", rest);
   // A flawed positive loses λ from the run's configuration, but an evaluation may only measure. The rest comes from
   // other summands.
-  let finder = "oracle_flawed_positive" in info ? "the oracle" : "the reward function";
+  let finder = run.settings.reward_fn?.endsWith("_oracle") ? "the oracle" : "the reward function";
   if ("genrm_status" in info) finder = "the judge";
   const flaw = `flaw found by ${finder}`, isFree = rest === 0 && group.split === "val";
   const cost = isFree ? 0 : penaltyOf(run.settings);
