@@ -78,6 +78,24 @@ def test_steps_time_and_tokens_are_axes(tmp_path):
 
 
 @in_browser
+def test_a_metric_of_a_single_step_is_a_circle(tmp_path):
+    """A line through one point draws nothing. A bar reaches from the lowest to the highest seed."""
+    for seed, value in ((0, 0.25), (1, 0.75)):
+        metrics = steps_of([0.5, 0.5])
+        metrics[1]["actor/entropy"] = value
+        configured(tmp_path / f"run_seed{seed}", metrics, seed=seed)
+    page = view_run.write_page([tmp_path])
+    circle = r'<circle[^>]*cx="([\d.]+)" cy="([\d.]+)"[^>]*style="color:(.*?)"'
+    single, seeds, zoomed = doms(page, {}, {"bands": 1}, {"from": 0, "to": 1})
+    chart = figure(single, "actor/entropy")
+    assert re.findall(circle, chart) == [("344", "120", "var(--run-0)"), ("344", "12", "var(--run-1)")]
+    assert "<circle" not in figure(single, "reward/acc") and "<circle" in figure(zoomed, "reward/acc")
+    chart = figure(seeds, "actor/entropy")
+    assert [x for x, _, _ in re.findall(circle, chart)] == ["344"]
+    assert len(re.findall(r'<path style="color:var\(--run-0\)[^>]*d="M344 [\d.]+V', chart)) == 1
+
+
+@in_browser
 @pytest.mark.slow
 def test_a_log_scale_spaces_factors_evenly_and_says_what_it_cannot_show(tmp_path):
     values = {"actor/entropy": [100, 10, 1, 0.1, 0]}

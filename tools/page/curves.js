@@ -178,11 +178,15 @@ function drawing({team, source, points, raw}, {x, y}) {  // one series
     ...points.toReversed().map(point => place(point.x, point.low))];
   const band = svg("polygon", {class: "band", fill: "currentColor", style: colour, opacity: .18,
     points: outline.join(" ")});
-  if (!source) return [team.runs.length > 1 ? band : line(raw, 1, .45), line(points, 2, 1)];
-  return points.map(point => [
+  const marks = points.map(point => [
     point.high > point.low && svg("path", {style: colour, stroke: "currentColor", opacity: .5,
       d: `M${x(point.x)} ${y(point.low)}V${y(point.high)}`}),
-    svg("text", {class: "held-out", x: x(point.x), y: y(point.value), style: colour}, glyph(source))]);
+    source ? svg("text", {class: "held-out", x: x(point.x), y: y(point.value), style: colour}, glyph(source))
+      : svg("circle", {cx: x(point.x), cy: y(point.value), r: 3, fill: "none", stroke: "currentColor",
+        "stroke-width": 2, style: colour})]);
+  const lines = [team.runs.length > 1 ? band : line(raw, 1, .45), line(points, 2, 1)];
+  if (source) return marks;
+  return points.length > 1 ? lines : [...lines, ...marks];  // a line through one point draws nothing
 }
 function auditBars(series, {x, y}) {
   return series.flatMap(({team}) => team.runs.flatMap(run => run.audit.map(([step, share, error]) =>
