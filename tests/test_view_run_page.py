@@ -402,6 +402,22 @@ def test_a_users_terms_are_bars_and_a_game_without_a_ground_truth_is_solved_or_n
     assert rows_of(part(second, "sample"))["terms"] == "[1]"  # a list is no sum
 
 
+@pytest.mark.parametrize(
+    "rewards, said",
+    [
+        ([None, None], "No sample has a verdict."),
+        ([None, 0.5], ""),
+        ([None, 0.5, -0.5], "Mean reward 0, standard deviation 0.707. Advantage = reward − mean."),
+    ],
+)
+@in_browser
+def test_a_group_without_verdicts_has_no_mean(tmp_path, rewards, said):
+    samples = [line(reward=reward, advantage=None) for reward in rewards]
+    run = configured(tmp_path / "run", steps_of([0.5]), samples, advantage="dr_grpo")
+    text = part(dom(view_run.write_page([run]), view="groups"), "group")
+    assert re.findall("<p>(.*?)</p>", text) == [said]
+
+
 @in_browser
 @pytest.mark.slow
 def test_samples_are_filtered_by_status_source_and_steps(tmp_path):

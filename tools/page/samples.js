@@ -156,8 +156,9 @@ function renderGroups() {
 
 function statistics(group) {
   const rewards = group.samples.map(sample => sample.reward).filter(reward => reward != null);
-  const mean = sum(rewards) / rewards.length;
-  return [mean, Math.sqrt(sum(rewards.map(reward => (reward - mean) ** 2)) / (rewards.length - 1))];
+  const mean = sum(rewards) / rewards.length;  // NaN if no sample has a verdict
+  const squares = rewards.map(reward => (reward - mean) ** 2);
+  return [mean, rewards.length > 1 ? Math.sqrt(sum(squares) / (rewards.length - 1)) : NaN];
 }
 
 function verdictView(verdict) {  // what a group function reported for the whole group: words and longer texts
@@ -177,12 +178,14 @@ function groupView(run, group, chosen) {
   const [mean, std] = statistics(group), name = advantageOf(run);
   const silence = std === 0 ? " All rewards are equal: no learning signal." : "";
   const formula = ADVANTAGES[name] ?? `Advantages: see --advantage ${name}.`;
+  let about = Number.isNaN(mean) ? "No sample has a verdict." : "";
+  if (std >= 0) about = `Mean reward ${show(mean)}, standard deviation ${show(std)}. ${formula}${silence}`;
   return [
     el("h2", {}, square(run.colour),
       `${run.name}, step ${group.step}: one prompt, G = ${group.samples.length}`),
     el("pre", {}, group.prompt), el("p", {class: "soft"}, aboutOf(group)),
     ...verdictView(Object.entries(group.verdict).map(([key, value]) => [key, textOfValue(value)])),
-    el("p", {}, std >= 0 ? `Mean reward ${show(mean)}, standard deviation ${show(std)}. ${formula}${silence}` : ""),
+    el("p", {}, about),
     el("div", {class: "cards"}, group.samples.map((sample, i) => el("a",
       {id: `card-${i}`, "aria-current": i === chosen, class: matches(group, sample) ? "card" : "card dim",
         href: link(addressOf(run, group, i))},
