@@ -434,10 +434,10 @@ def test_a_filter_shows_what_it_names(page):
 
 
 def check_filter(text, name, chosen):
-    noun = "sample" if len(chosen) == 1 else "samples"
+    noun = "logged sample" if len(chosen) == 1 else "logged samples"
     expected = f"{len(chosen)} {noun} in 1 group at 1 step"
     if not name:
-        expected = "6 samples in 2 groups at 2 steps"
+        expected = "6 logged samples in 2 groups at 2 steps"
     assert expected in part(text, "count")
     cards = re.findall(r'<a id="card-(\d)" aria-current="(\w+)" class="(card(?: dim)?)" href="([^"]+)"', text)
     assert [int(number) for number, _, kind, _ in cards if kind == "card"] == chosen and len(cards) == 5
@@ -486,7 +486,7 @@ def test_a_group_and_a_sample_explain_the_reward(page):
     assert "(0 − 0.25) / 0.957 = −1.5" in rows["advantage"] and rows["status"] == "ok in 0.25 s"
     assert "No judge was queried." in part(unjudged, "sample")
     # What models wrote is text, also for the search.
-    assert "1 sample in 1 group at 1 step" in part(searched, "count")
+    assert "1 logged sample in 1 group at 1 step" in part(searched, "count")
     assert "<img" not in searched and searched.count("<script") == 3  # the third one belongs to this test
     escaped = html.escape(EVIL, quote=False)
     # the solution, the critique and a value
@@ -756,7 +756,9 @@ def test_the_page_says_what_the_run_did_and_shows_what_its_function_measures(tmp
     (policy / "config.json").write_text(json.dumps(settings))
     write_run(tmp_path / "judge", [line()], [{"step": 1, "reward/acc": 0.9, "reward/exact": 0.8}])
     page = view_run.write_page([tmp_path])
-    text, groups = doms(page, {}, dict(view="groups", run="policy"))
+    text, groups, judge = doms(page, {}, dict(view="groups", run="policy"), dict(view="groups", run="judge"))
+    assert "2 logged samples in 1 group at 1 step; a step has 128 samples" in part(groups, "count")
+    assert "1 logged sample in 1 group at 1 step<" in part(judge, "count")
     (said,) = re.findall(r"<p[^>]*>(?:(?!<p).)*?learning rate.*?</p>", part(text, "settings"))
     words = re.sub("<.*?>", "", said)
     for expected in (

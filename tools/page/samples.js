@@ -137,8 +137,10 @@ function renderGroups() {
     $(id).hidden = to == null;
   }
   const number = sum(found.map(group => group.samples.filter(sample => matches(group, sample)).length));
-  $("count").textContent =
-    `${plural(number, "sample")} in ${plural(found.length, "group")} at ${plural(steps.length, "step")}`;
+  const {train_batch_size: prompts, group_size: size, dynamic_sampling: isRefilled} = run.settings;
+  const isKnown = split === "train" && size && !isRefilled;
+  $("count").textContent = `${plural(number, "logged sample")} in ${plural(found.length, "group")} at `
+    + plural(steps.length, "step") + (isKnown ? `; a step has ${plural(prompts * size, "sample")}` : "");
   const here = found.filter(group => group.step === step);
   const group = here.find(one => String(one.group) === state.group) ?? here[0];
   const mark = ({kind, verdict}) => el("span", {class: "mark", style: `color:rgb(var(--${kind}))`, title: verdict,
