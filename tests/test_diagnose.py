@@ -256,6 +256,19 @@ def test_a_finding_quotes_a_response_as_it_was_written():
     assert diagnose.evidence({"a": 1.0}, ["a > 0"], [game]) == 'a 1; response "...so \\boxed{it\'s}"'
 
 
+@pytest.mark.parametrize("key", ["audit_flawed/surely", "reward/no_verdict", "reward/acc"])
+def test_a_finding_quotes_a_sample_that_it_is_about(key):
+    """A wrong answer, which no judge accepted, says nothing of an audit."""
+    about = {"ground_truth": "3", "reward_score": 1.0, "reward_extra_info": {"audit_flawed": False}}
+    flawed = about | {"reward_extra_info": {"audit_flawed": True}, "response": "audit_flawed/surely"}
+    silent = about | {"reward_score": None, "response": "reward/no_verdict"}
+    wrong = about | {"reward_extra_info": {}, "response": "reward/acc"}
+    quoted = diagnose.evidence({key: 0.5}, [f"{key} > 0.1"], [flawed, silent, wrong])
+    assert quoted.endswith(f'; response "...{key}", ground truth "3"')
+    others = [about | {"response": "so 3"}]
+    assert ("response" in diagnose.evidence({key: 0.5}, [f"{key} > 0.1"], others)) == (key == "reward/acc")
+
+
 def test_a_second_opinion_that_says_little_rings_nothing():
     """In each of 20 steps, audit 5 % of 100 answers, of which 8 % are flawed.
 

@@ -38,6 +38,12 @@ SINCE_START = {
     "calls": "rollout/answered_turns",
 }
 
+# Findings about these numbers quote only samples for which the function returns true.
+QUOTED = {
+    "audit_flawed/surely": lambda sample: sample["reward_extra_info"].get("audit_flawed"),
+    "reward/no_verdict": lambda sample: sample["reward_score"] is None,
+}
+
 # (name, number of consecutive steps, conditions on each step, remedy). Causes come before consequences.
 RULES = [
     # Text has an entropy of 0.1 to 1.5 nats per token; random weights have ln(vocabulary size).
@@ -432,8 +438,10 @@ def diagnose(lines: list[dict], samples: list[dict], last: float = inf) -> list[
 
 
 def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
-    """Return the numbers that a rule uses, and the end of the newest response."""
+    """Return the numbers that a rule uses, and the end of the newest response that the rule is about."""
     keys = [condition.split()[0] for condition in conditions]
+    if keys[0] in QUOTED:
+        samples = [sample for sample in samples if QUOTED[keys[0]](sample)]
     text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
     if keys[0].startswith("small_term/"):
         text += f", small_term/name {numbers['small_term/name']}"
