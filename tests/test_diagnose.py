@@ -256,6 +256,23 @@ def test_a_finding_quotes_a_response_as_it_was_written():
     assert diagnose.evidence({"a": 1.0}, ["a > 0"], [game]) == 'a 1; response "...so \\boxed{it\'s}"'
 
 
+def test_the_numbers_of_a_finding_are_explained():
+    """Metrics are explained in the glossary, and other numbers in the finding itself."""
+    glossary = (HERE.parent / "docs/glossary.md").read_text()
+    for _, _, conditions, _ in diagnose.RULES:
+        keys = [condition.split()[0] for condition in conditions]
+        numbers = dict.fromkeys(keys, 0.5) | {"small_term/name": "calls"}
+        text = diagnose.evidence(numbers, conditions, [])
+        for key in keys:
+            assert f"{key} 0.5 (" in text or f"`{key}`" in glossary, key
+    (conditions,) = [rule[2] for rule in diagnose.RULES if rule[0] == "reward-hacking"]
+    numbers = {"audit_flawed/surely": 0.3634, "audit_flawed/unseen": 0.442}
+    assert diagnose.evidence(numbers, conditions, []) == (
+        "audit_flawed/surely 0.363 (flawed fraction of the audited answers, minus three standard errors), "
+        "audit_flawed/unseen 0.442 (flawed fraction, minus twice the fraction that the judge calls flawed)"
+    )
+
+
 @pytest.mark.parametrize("key", ["audit_flawed/surely", "reward/no_verdict", "reward/acc"])
 def test_a_finding_quotes_a_sample_that_it_is_about(key):
     """A wrong answer, which no judge accepted, says nothing of an audit."""

@@ -38,6 +38,25 @@ SINCE_START = {
     "calls": "rollout/answered_turns",
 }
 
+# What the numbers of `derived_numbers` mean, for the evidence. docs/glossary.md explains metrics.
+MEANINGS = {
+    "without_answer": "fraction of the logged responses without a readable answer",
+    "calls/ever": "highest rollout/called so far",
+    "calls/first": "calls, relative to the first three steps",
+    "accuracy/first": "accuracy, relative to the first three steps",
+    "length/first": "length, relative to the first three steps",
+    "entropy/first": "entropy, relative to the first three steps",
+    "accuracy/lost": "fraction of the accuracy of the first steps that was lost",
+    "accuracy/lost_in_errors": "this loss in standard errors",
+    "small_term/groups": "fraction of the groups with a learning signal in which only a small term differs",
+    "small_term/weight": "absolute advantage in these groups, relative to the others",
+    "reward_wait": "seconds from the last rollout to the last reward",
+    "judged_right": "number of correct answers that the judge read, at most",
+    "audit_flawed/surely": "flawed fraction of the audited answers, minus three standard errors",
+    "audit_flawed/unseen": "flawed fraction, minus twice the fraction that the judge calls flawed",
+    "prompts/groups": "number of different prompts per group in ten steps",
+}
+
 # Findings about these numbers quote only samples for which the function returns true.
 QUOTED = {
     "audit_flawed/surely": lambda sample: sample["reward_extra_info"].get("audit_flawed"),
@@ -442,7 +461,11 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     keys = [condition.split()[0] for condition in conditions]
     if keys[0] in QUOTED:
         samples = [sample for sample in samples if QUOTED[keys[0]](sample)]
-    text = ", ".join(f"{key} {numbers[key]:.3g}" for key in keys)
+    parts = []
+    for key in keys:
+        meaning = f" ({MEANINGS[key]})" if key in MEANINGS else ""
+        parts.append(f"{key} {numbers[key]:.3g}{meaning}")
+    text = ", ".join(parts)
     if keys[0].startswith("small_term/"):
         text += f", small_term/name {numbers['small_term/name']}"
     if samples:

@@ -3,7 +3,8 @@ const CHARTS = {"reward/mean": "reward", "reward/acc": "accuracy",
   "reward/flawed_positive_rate": "flawed among right answers, by the judge",
   "reward/oracle_flawed_positive_rate": "flawed among right answers, by the oracle",
   "reward/truly_correct": "fully correct: correct answer, no wrong step",
-  "reward/audit_flawed": "called flawed by a second judge, accepted by the first (bars: 20 steps, 3 errors)",
+  "reward/audit_flawed":
+    "called flawed by a second judge, accepted by the first (bars: last 20 steps, ± 3 standard errors)",
   "reward/no_verdict": "samples without a verdict",
   "genrm/error_rate": "requests to the judge without a verdict", "response_length/mean": "response length",
   "actor/entropy": "entropy", "time/step": "time of a step"};
