@@ -488,8 +488,10 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
         cells.append(f"{line['time/step']:4.1f} s")
         if seconds_left > 7200:
             cells.append(f"{seconds_left / 3600:.1f} h left")
-        elif seconds_left:
+        elif seconds_left >= 60:
             cells.append(f"{math.ceil(seconds_left / 60):2} min left")
+        elif seconds_left:
+            cells.append("<1 min left")
     for term in terms:
         if f"reward/{term}" in line and f"reward/{term}" not in ON_SCREEN:
             cells.append(f"{term} {line[f'reward/{term}']:.3f}")

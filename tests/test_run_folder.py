@@ -329,6 +329,9 @@ def test_a_steps_line_fits_the_terminal_and_shows_reward_components_and_the_time
     for step, seconds in ((103, 900.0), (104, 4.0)):  # The step of 90 s no longer counts.
         log.metrics({"step": step, "reward/mean": 0.5, "time/step": seconds})
     assert capsys.readouterr().out.endswith("   4.0 s  48 min left\n")  # 96 steps of 30 s, the median
+    for left, shown in ((61.0, " 2 min left"), (60.0, " 1 min left"), (59.0, "<1 min left"), (0.0, "")):
+        run_folder.print_line({"step": 199, "reward/mean": 0.5, "time/step": 4.0}, 200, seconds_left=left)
+        assert capsys.readouterr().out == f"step 199/200  reward  0.500   4.0 s  {shown}".rstrip() + "\n"
 
 
 @pytest.mark.parametrize("weights", ["0.5", "null", '["style"]'])
