@@ -22,5 +22,5 @@ stage "3. The table and the web page"
 python -m toy.report --runs "$RUNS"
 python -m tools.view_run "$RUNS"
 stage "done"
-echo 'In the last table, compare "flawed positives" and "fully correct" of the two trained policies.'
+echo 'In the table, compare "flawed positives" and "fully correct" of the two trained policies.'
 echo 'On the page, click a point of a curve to read the samples of that step.'
