@@ -509,6 +509,7 @@ def test_curves_tell_held_out_points_from_training_and_what_changed_compares_the
     markers = re.findall(r'class="held-out"[^>]*style="color:(.*?)"', text)
     assert sorted(markers) == ["var(--run-0)", "var(--run-1)"]
     assert hidden.count("<polyline") == 2
+    assert "The same problem in the first and the last evaluation, and in one between them" in changed
     answers = part(changed, "answers")
     rows = [
         re.findall(r"<td>.*?>step (\d+)</a>.*?class=\"chip\"[^>]*>([^<]+)", row)

@@ -245,7 +245,7 @@ function sampleView(run, group, chosen, isOpen) {
   ];
 }
 
-// ---- Before and after: the same held-out problem at the start, in the middle and at the end of training
+// ---- Before and after: the same held-out problem in the first, a middle and the last evaluation
 const idOf = group => `${group.source}: ${group.prompt}`;
 const EVALUATED = RUNS.map(run => {
   const groups = run.groups.filter(group => group.split === "val");
