@@ -419,6 +419,10 @@ class Run:
         with self.resources:
             if error is not None:
                 self.save_after_failure()
+                if isinstance(error, Exception):  # After Ctrl-C, the run ends at once.
+                    # The error that stopped the run says more than an error of the page.
+                    with contextlib.suppress(Exception, KeyboardInterrupt):
+                        self.write_page()
             elif not self.config.dry_run:
                 self.finish()
                 self.result = Path(self.resume_from)
@@ -650,16 +654,20 @@ class Run:
         self.saved_step = self.step
         shutil.rmtree(self.merged_dir, ignore_errors=True)  # This model is from an older checkpoint.
 
+    def write_page(self, lack: str = ""):
+        """Write report.html. Returns the package tools as import_tools(lack) does."""
+        tools = import_tools(lack)
+        if tools:
+            print(f"page: {tools.view_run.write_page([self.config.out_dir])}")
+        return tools
+
     def finish(self):
         """Write report.html, and with LoRA the merged model, after the last step."""
         config = self.config
-        tools = import_tools(
+        tools = self.write_page(
             "report.html and the merged model were not written, because they need the folders tools/ and toy/"
         )
-        if not tools:
-            return
-        print(f"page: {tools.view_run.write_page([config.out_dir])}")
-        if config.lora_rank and self.step:
+        if tools and config.lora_rank and self.step:
             tools.merge_lora.merge(
                 Path(self.resume_from),
                 self.merged_dir,

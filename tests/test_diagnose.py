@@ -514,9 +514,14 @@ def test_bad_folders_are_refused_in_one_line(tmp_path):
     foreign = write(tmp_path / "foreign", [{"step": 1, "reward/mean": "high", "actor/entropy": "low"}] * 3)
     older = write(tmp_path / "older", [{"step": 1, "reward/mean": 0.5}])
     (older / "samples.jsonl").write_text('{"step": 1, "text": "of another version"}\n')
+    stopped = write(tmp_path / "stopped", [{"step": 0}])
+    sample = {"step": 1, "split": "train", "group": 0, "prompt": "", "reward_score": None, "status": "error"}
+    sample |= {"reward_extra_info": {"error": "IndexError: list index out of range"}}
+    (stopped / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     for folder, why in (
         (tmp_path / "none", "none: the folder does not exist; pass the --out-dir of a run"),
         (evaluated, "no training step"),
+        (stopped, "1 of 1 logged samples have no verdict, the first: IndexError: list index out of range"),
         (foreign, "(TypeError: "),
         (older, "(KeyError: 'split')"),
     ):

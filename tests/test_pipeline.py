@@ -27,6 +27,7 @@ from played_run import PlayedPolicy, PlayedRewards, PlayedRun, PlayedServers, wr
 from policy import RanksLost
 from test_router import until
 from tiny import terms, worked
+from tools import view_run
 
 PER_STEP = 16  # samples: 4 prompts x 4
 
@@ -388,6 +389,38 @@ def test_a_judge_that_falls_silent_stops_the_run_with_its_message(settings, tmp_
     with pytest.raises(RuntimeError, match="step 3: 100% of the samples that needed a verdict have none"):
         scene.run()
     assert sorted(scene.trained) == [1, 2]
+
+
+@pytest.mark.parametrize("fault", [None, OSError("the disk is full"), KeyboardInterrupt()])
+def test_a_run_that_stops_with_an_error_has_a_page(settings, tmp_path, monkeypatch, capsys, fault):
+    """An error of the page does not hide that of the run."""
+
+    class Silent(PlayedRewards):
+        def score(self, sample):
+            return None
+
+    def fail(folders):
+        raise fault
+
+    if fault:
+        monkeypatch.setattr(view_run, "write_page", fail)
+    scene = Scene(trainer_of(settings, tmp_path, overlap=False), rewards=Silent())
+    with pytest.raises(RuntimeError, match="step 1: 100% of the samples that needed a verdict have none"):
+        scene.run()
+    page = tmp_path / "run/report.html"
+    assert page.is_file() == (f"page: {page}" in capsys.readouterr().out) == (not fault)
+    if not fault:
+        count = PER_STEP
+        assert f"{count} of {count} logged samples have no verdict, the first: no_verdict" in page.read_text()
+
+
+def test_ctrl_c_does_not_wait_for_a_page(settings, tmp_path):
+    def update(scene, step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Scene(trainer_of(settings, tmp_path), update=update).run()
+    assert not Path(tmp_path, "run/report.html").exists()
 
 
 class ByStep(PlayedRewards):

@@ -250,7 +250,9 @@ def test_lines_become_whole_groups_and_curves(tmp_path):
     assert run_data["metrics"]["val/toy/mean@1"] == [[0, 0.25]] and run_data["metrics"]["reward/acc"] == [
         [1, 0.5]
     ]
-    assert len(run_data["metrics"]) == 3 and run_data["notes"] == []
+    assert len(run_data["metrics"]) == 3
+    unfinished = "step 2 has samples but no metrics: it is in progress, or the run stopped in it"
+    assert run_data["notes"] == [f"run: {unfinished}"]
 
 
 def test_what_only_some_of_a_group_say_of_all_is_not_the_groups(tmp_path):
@@ -261,7 +263,7 @@ def test_what_only_some_of_a_group_say_of_all_is_not_the_groups(tmp_path):
 
 def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     run = write_run(
-        tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "a": float("nan")}]
+        tmp_path / "run", [line(), line(), line(group=1)], metrics=[{"step": 1, "reward/a": float("nan")}]
     )
     with open(run / "samples.jsonl", "ab") as file:
         file.write('{"step": 2, "prompt": "caf\u00e9'.encode()[:-1])  # truncated in the middle of a character
@@ -274,6 +276,30 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     assert data_of(view_run.write_page([fresh]))["runs"][0]["notes"] == [
         "fresh: no samples (samples.jsonl is empty or missing)"
     ]
+
+
+@pytest.mark.parametrize(
+    "measured, samples, note",
+    [
+        ({"reward/acc": 0.5}, [SILENT], ""),
+        ({"val/toy/mean@1": 0.5}, [{}, SILENT, SILENT], "step 1 has {}; 2 of 3 {}no_verdict"),
+        (
+            {},
+            [SILENT | {"info": {"error": "IndexError: 7\n\x1b[2J"}}],
+            "step 1 has {}; 1 of 1 {}IndexError: 7",
+        ),
+        ({}, [SILENT | {"info": {"genrm_error": "HTTP 500"}}], "step 1 has {}; 1 of 1 {}HTTP 500"),
+        ({"reward/acc": 0.5}, [{"split": "val"}], "the evaluation after step 1 has {}"),
+        ({"reward/acc": 0.5, "val/toy/mean@1": 0.5}, [{"split": "val"}], ""),
+    ],
+)
+def test_a_step_that_has_not_ended_is_named_with_its_first_failure(tmp_path, measured, samples, note):
+    run = write_run(tmp_path / "run", [line(**sample) for sample in samples], [{"step": 1} | measured])
+    (data,) = data_of(view_run.write_page([run]))["runs"]
+    unfinished = "samples but no metrics: it is in progress, or the run stopped in it"
+    note = note.format(unfinished, "logged samples have no verdict, the first: ")
+    assert len(data["notes"]) == bool(note) and "".join(data["notes"]).startswith(note and f"run: {note}")
+    assert "".join(data["notes"]).isprintable()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import cli, one_line_errors
-from run_folder import read_lines
+from run_folder import printable, read_lines
 
 RECENT = 10  # number of steps whose samples a finding uses
 SIGNS = {"<": lt, ">": gt}
@@ -476,6 +476,26 @@ def evidence(numbers: dict, conditions: list[str], samples: list[dict]) -> str:
     return text
 
 
+def unfinished_step(lines: list[dict], samples: list[dict]) -> str:
+    """Return a sentence on the newest samples if their step or evaluation has no metrics, else ""."""
+    if not samples:
+        return ""
+    step, split = samples[-1]["step"], samples[-1]["split"]
+    prefix = "val/" if split == "val" else "reward/"
+    for line in lines:
+        if line["step"] == step and any(key.startswith(prefix) for key in line):
+            return ""
+    what = f"the evaluation after step {step}" if split == "val" else f"step {step}"
+    text = f"{what} has samples but no metrics: it is in progress, or the run stopped in it"
+    newest = [sample for sample in samples if (sample["step"], sample["split"]) == (step, split)]
+    silent = [sample for sample in newest if sample["reward_score"] is None]
+    if silent:
+        info = silent[0]["reward_extra_info"]
+        why = printable(str(info.get("error") or info.get("genrm_error") or silent[0]["status"]))
+        text += f"; {len(silent)} of {len(newest)} logged samples have no verdict, the first: {why}"
+    return text
+
+
 @contextmanager
 def errors_of(folder: Path):
     """Name the run in errors inside this context. Other versions wrote other files."""
@@ -499,11 +519,10 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
             raise ValueError(f"{folder}: the folder does not exist; pass the --out-dir of a run")
         with errors_of(folder):
             found = diagnose(lines, samples)
+            unfinished = unfinished_step(lines, samples)
         if not any("reward/mean" in line for line in lines):
-            raise ValueError(
-                f"{folder}: metrics.jsonl has no training step; pass the --out-dir of a run, or "
-                "wait for its first step"
-            )
+            advice = "pass the --out-dir of a run, or wait for its first step"
+            raise ValueError(f"{folder}: {unfinished or f'metrics.jsonl has no training step; {advice}'}")
     print("\n".join(map(str, found)) or "no findings")
 
 

@@ -36,7 +36,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import cli, hint_of, one_line_errors, without_secrets
 from run_folder import parse_lines, read_lines
-from tools.diagnose import Finding, audit, diagnose, errors_of
+from tools.diagnose import Finding, audit, diagnose, errors_of, unfinished_step
 from toy.toy_world import first_wrong_paragraph
 
 PAGE = Path(__file__).parent / "page"
@@ -204,6 +204,9 @@ def read_run(name: str, folder: Path, limit: float) -> dict:
         notes.append("incomplete lines were skipped (the run is in progress or was killed)")
     if not groups:
         notes.append("no samples (samples.jsonl is empty or missing)")
+    unfinished = unfinished_step(metrics, samples)
+    if unfinished:
+        notes.append(unfinished)
     bars = []  # (step, fraction, standard error) from the second judge
     for index, line in enumerate(metrics):
         if "reward/audit_flawed" in line:
