@@ -652,7 +652,8 @@ def everything(tmp_path_factory):
     for seed in (0, 1):
         turns = [{"who": "policy", "text": "a" * 300, "tokens": 5}, {"who": "tool", "text": "4", "tokens": 1}]
         samples = [line(step=step, **case) for step in (1, 2) for case in ({}, CAUGHT, {"turns": turns})]
-        samples += [line(step=0, split="val"), line(step=2, split="val")]
+        failed = {"reward": None, "info": {"error": "z" * 200}}
+        samples += [line(step=0, split="val"), line(step=2, split="val", **failed)]
         metrics = steps_of([0.5, 0.6], **{"time/step": 2.0, "time/update": 1.0, "more/numbers": 1.0})
         settings = {"seed": seed, "lr": 1e-6, "path": "/data/" + "x" * 200}
         run = configured(folder / f"run_seed{seed}", metrics, samples, **settings)
