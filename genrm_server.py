@@ -569,11 +569,11 @@ class ModelServers:
     def post_control(self, slot: ServerSlot, path: str, body: dict | None = None) -> str:
         """Send a control call to one server, and return the response.
 
-        Raises RuntimeError if the response status is not 200.
+        Raises RuntimeError if the response reports a failure, which may have status 200.
         """
         limit = SLEEP_TIMEOUT if path == SLEEP else CONTROL_TIMEOUT
         status, text = request("POST", slot.url + path, body, self.config.server_key, limit)
-        if status != 200:
+        if status != 200 or '"success":false' in text:
             problem = f"status {status}" if status else f"time limit: {limit:g} s"
             raise RuntimeError(f"{slot.name}: POST {path} failed ({problem}): {text[:300]}")
         return text

@@ -367,11 +367,12 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
 
 # ---- the servers and their weights
 
-# Load the new weights, then drop the keys and values that the old weights computed. With
-# reset_running_requests, every version of vLLM reports a failed reset as an error.
+# Load the new weights, then drop the keys and values that the old weights computed, also those that
+# --kv-offloading-size keeps in the CPU's memory (reset_external). With reset_running_requests, every version
+# of vLLM reports a failed reset of the server's own cache as an error.
 RELOAD = (
     ("/collective_rpc", {"method": "reload_weights"}),
-    ("/reset_prefix_cache?reset_running_requests=true", None),
+    ("/reset_prefix_cache?reset_running_requests=true&reset_external=true", None),
 )
 READ_SUMS = "/collective_rpc", {"method": "weight_sums"}
 EXTENSION = "--worker-extension-cls", "weight_sync.WorkerExtension"

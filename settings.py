@@ -9,6 +9,7 @@ Needs reward_loop.py, reward_worker.py and command_line.py; genrm_server.py and 
 """
 
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -238,6 +239,12 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.rollout == "hf":
             of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
             check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
+        if re.search("--kv.(transfer|offloading.backend)", self.rollout_vllm_args):
+            raise ValueError(
+                f"--rollout-vllm-args {self.rollout_vllm_args!r}: vLLM cannot empty every store of keys and "
+                "values, so those of old weights would be used after an update; pass --kv-offloading-size "
+                "GB alone, which keeps them in the CPU's memory"
+            )
         if self.rollout == "hf" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
             self.resolved(0)  # This checks that the policy is in the trainer's process.
         for name in ("tensorboard", "wandb"):

@@ -39,6 +39,7 @@ PAGES += [ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELO
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}  # of vLLM
+OTHERS_FLAGS |= {"--kv-offloading-size", "--kv-offloading-backend", "--kv-transfer-config"}
 OTHERS_FLAGS |= {"--enable-lora", "--lora-modules", "--enable-scale-out", "--worker-extension-cls"}  # of vLLM
 OTHERS_FLAGS |= {"--backend", "--local", "--target"}  # of verl's merger
 OTHERS_FLAGS |= {"--reasoning-parser", "--override-generation-config"}  # of vLLM

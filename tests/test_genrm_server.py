@@ -287,6 +287,16 @@ def test_sleep_waits_as_long_as_a_request_may_run(monkeypatch):
     assert limits["http://127.0.0.1:1" + genrm_server.SLEEP] > RouterConfig.request_timeout
 
 
+def test_a_reset_that_fails_in_a_response_with_status_200_is_an_error(monkeypatch):
+    """vLLM reports in this way that a store of keys and values still has those of the old weights."""
+    servers = object.__new__(ModelServers)
+    servers.config = SimpleNamespace(server_key="key")
+    servers.slots = [genrm_server.ServerSlot("server 0", None, Path(), "http://127.0.0.1:1", joined=1)]
+    monkeypatch.setattr(genrm_server, "request", lambda *arguments: (200, '{"success":false}'))
+    with pytest.raises(RuntimeError, match=r"server 0: POST /reset_prefix_cache\?.*failed .*success"):
+        servers.post_control_all(*rollout.RELOAD[1])
+
+
 def test_cores_are_shared_out():
     assert split_evenly([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert split_evenly([4, 5, 6], 2) == [[4], [5, 6]]
@@ -1014,7 +1024,7 @@ def test_policy_servers_get_the_weights_at_every_sync_and_after_every_restart(st
             assert calls == [
                 "/collective_rpc weight_sums",
                 "/collective_rpc reload_weights",
-                "/reset_prefix_cache?reset_running_requests=true",
+                "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
                 "/collective_rpc weight_sums",
             ]
         os.kill(told(servers.service)["pids"][0], signal.SIGKILL)
