@@ -415,6 +415,8 @@ class Policy:
             "config": self.model.config,
             "architecture": type(self.model).__name__,
             "eos_token_id": self.model.generation_config.eos_token_id,
+            # The configuration may count experts that no layer has.
+            "has_experts": any(re.search("experts|moe", name) for name, _ in self.model.named_parameters()),
             "numel": sum(map(torch.numel, self.model.state_dict().values())),  # counts a tied head twice
             "parameters": self.model.num_parameters(),  # counts it once
             "adapters": count_adapters(self.model) if self.has_adapters else "",

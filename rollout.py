@@ -523,15 +523,13 @@ class PolicyServers:
 
 def check_servable(info: dict, device: str):
     """Raise ValueError if vLLM cannot load new weights of this policy, or gives wrong results afterwards."""
-    config = info["config"]
     name = info["architecture"]
-    counts = [n for key, n in config.to_dict().items() if key.endswith("experts") and isinstance(n, int)]
-    if device == "cpu" and max(counts, default=0) > 1:
+    if device == "cpu" and info["has_experts"]:
         raise ValueError(
             f"--rollout vllm: on a CPU, vLLM gives wrong results after a weight update of {name}, which is "
             "a mixture of experts; pass --rollout hf, or use a GPU"
         )
-    if name in NO_HEAD and not config.tie_word_embeddings:
+    if name in NO_HEAD and not info["config"].tie_word_embeddings:
         raise ValueError(f"--rollout vllm: vLLM's {name} does not support a separate head; pass --rollout hf")
 
 

@@ -15,8 +15,9 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
-from transformers import AutoConfig, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import GraniteMoeConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig, NemotronHConfig
+from transformers import Qwen3MoeConfig
 
 import rollout
 import weight_sync
@@ -202,15 +203,20 @@ def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeyp
     [
         (MixtralConfig(num_local_experts=4), "cpu", "mixture of experts; pass --rollout hf"),
         (Qwen3MoeConfig(num_experts=4), "cpu", "mixture of experts; pass --rollout hf"),
+        (GraniteMoeConfig(num_hidden_layers=1), "cpu", "mixture of experts; pass --rollout hf"),
         (MixtralConfig(num_local_experts=4), "cuda", ""),
         (LlamaConfig(), "cpu", ""),
+        # The configuration counts eight experts in both cases.
+        (NemotronHConfig(layers_block_type=["mamba", "attention", "mlp"]), "cpu", ""),
+        (NemotronHConfig(layers_block_type=["mamba", "moe"]), "cpu", "mixture of experts; pass --rollout hf"),
         (Gemma2Config(), "cpu", ""),
         (Gemma2Config(tie_word_embeddings=False), "cpu", "not support a separate head; pass --rollout hf"),
     ],
 )
 def test_what_vllm_cannot_serve_is_rejected_with_a_remedy(config, device, problem):
-    kind = {"gemma2": "Gemma2ForCausalLM"}.get(config.model_type, config.model_type)
-    about = {"config": config, "architecture": kind}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    about = Policy.model_info(SimpleNamespace(model=model, has_adapters=False))
     if problem:
         with pytest.raises(ValueError, match=problem):
             rollout.check_servable(about, device)
