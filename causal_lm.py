@@ -163,10 +163,19 @@ def load_tokenizer(source: str, trust_remote_code: bool):
     """Load a tokenizer that splits text as the model's tokenizer.json does.
 
     transformers builds the tokenizer of some classes, such as Llama's, from the vocabulary alone. If the
-    folder names such a class, but contains a byte-level tokenizer.json, all spaces would be lost.
+    folder names such a class, but contains a byte-level tokenizer.json, all spaces would be lost. For a
+    Mistral model with tekken.json, it builds one without a chat template.
     """
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     file = cached_file(source, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if type(tokenizer).__name__ == "MistralCommonBackend":
+        if not file:
+            raise ValueError(
+                f"--model {source}: has tekken.json, but no tokenizer.json; add tokenizer.json and "
+                "tokenizer_config.json with a chat template, for example from a conversion of the model"
+            )
+        # Some of these files have a pattern that splits text differently from tekken.json.
+        return PreTrainedTokenizerFast.from_pretrained(source, fix_mistral_regex=True)
     if not file or not type(tokenizer).__module__.startswith("transformers.models."):
         return tokenizer  # Code that comes with the model may do as it likes.
     stored = Tokenizer.from_file(file)

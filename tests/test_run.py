@@ -1,5 +1,6 @@
 """What a run reads, and its messages about invalid input."""
 
+import base64
 import contextlib
 import copy
 import dataclasses
@@ -776,6 +777,35 @@ def test_a_byte_level_tokenizer_with_the_name_of_another_keeps_its_spaces(
     resumed = grpo_trainer.Run(dataclasses.replace(plain.config, resume="auto"))
     resumed.lock.close()
     assert resumed.train_rows[0]["prompt_ids"] == plain.train_rows[0]["prompt_ids"]
+
+
+def test_a_tokenizer_beside_tekken_json_keeps_its_chat_template(tmp_path, model, tokenizer):
+    """transformers prefers tekken.json, which Mistral's newer models have, but its class has no templates."""
+    plain = prepared(tmp_path, model, tokenizer)
+    plain.lock.close()
+    folder = tmp_path / "model"
+    about = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral"}
+    (folder / "config.json").write_text(json.dumps(about))
+    tokens = []
+    for byte in range(256):
+        letter = base64.b64encode(bytes([byte])).decode()
+        tokens.append({"rank": byte, "token_bytes": letter, "token_str": None})
+    shape = dict(pattern=".+", version="v3", num_vocab_tokens=256)
+    shape |= dict(default_vocab_size=1256, default_num_special_tokens=1000)
+    (folder / "tekken.json").write_text(json.dumps({"config": shape, "vocab": tokens}))
+    assert AutoTokenizer.from_pretrained(folder).chat_template is None
+    run = grpo_trainer.Run(plain.config)
+    run.lock.close()
+    assert run.train_rows[0]["prompt_ids"] == plain.train_rows[0]["prompt_ids"]
+    policy = Policy(run.config, run.resume_from, torch.device("cpu"))
+    content = model_files(policy.model_info(), run.tokenizer)
+    WeightFolder(str(tmp_path / "served"), content)
+    served = AutoTokenizer.from_pretrained(tmp_path / "served")
+    assert served.chat_template == tokenizer.chat_template and served.vocab == tokenizer.vocab
+    (folder / "tokenizer.json").unlink()
+    message = f"^--model {folder}: has tekken.json, but no tokenizer.json; .*$"
+    with pytest.raises(ValueError, match=message):
+        grpo_trainer.Run(run.config)
 
 
 def test_a_tokenizer_that_loses_spaces_is_refused_by_row(tmp_path, model, tokenizer):
