@@ -779,7 +779,25 @@ def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list
             if row["prompt_ids"] == prompt_ids_of(row | {"tools": None}, tokenizer, options):
                 print(f"{path}: the chat template ignores the column tools, so the policy does not see them")
             break
+    for row in kept:
+        if len(row["prompt"]) > 1 and row["prompt"][-1]["role"] == "assistant":
+            with contextlib.suppress(ValueError):  # Without this message, the prompt may be invalid.
+                check_continued(row, tokenizer, options)
+            break
     return kept
+
+
+def check_continued(row: dict, tokenizer, options: dict) -> None:
+    """Print a line if the chat template changes the assistant's message that the policy continues."""
+    *before, last = row["prompt"]
+    opened = tokenizer.decode(prompt_ids_of(row | {"prompt": before}, tokenizer, options))
+    expected = opened + last["content"]
+    prompt = tokenizer.decode(row["prompt_ids"])
+    if prompt not in (expected, f"{opened} {last['content']}"):
+        print(
+            f"{row['where']}: the chat template changes the text that the policy continues: the prompt ends "
+            f"with {prompt[-60:]!r}, not {expected[-60:]!r}"
+        )
 
 
 def import_tools(lack: str = ""):

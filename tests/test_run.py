@@ -9,6 +9,7 @@ import random
 import re
 import signal
 from datetime import datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -400,6 +401,43 @@ def test_an_answer_that_the_row_begins_is_continued(tmp_path, tokenizer, templat
     begun = {"role": "assistant", "content": "The sum is"}
     (row,) = rows_of(tmp_path, tokenizer, template, prompt=[ASKED, begun])
     assert tokenizer.decode(row["prompt_ids"]) == "<user>What is 2+3?<end><assistant>The sum is"
+
+
+TEMPLATES = Path(__file__).with_name("data") / "templates"
+WITH_THOUGHT = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content | trim }}<end>{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, begun, ends",
+    [
+        (CHATML, "Step 1:\n", ""),
+        (TEMPLATES / "llama3.jinja", "Step 1:", ""),
+        (TEMPLATES / "llama3.jinja", "Step 1:\n", r"\n\nStep 1:', not"),
+        (TEMPLATES / "mistral.jinja", "Step 1:", ""),
+        (WITH_THOUGHT, "Step 1:", "<assistant><think></think>Step 1:', not"),
+    ],
+)
+def test_a_template_that_changes_the_answer_that_a_row_begins_is_reported(
+    tmp_path, tokenizer, capsys, template, begun, ends
+):
+    """With Qwen3.5's template, for example, the policy would not think."""
+    if isinstance(template, Path):
+        template = template.read_text()
+    rows_of(tmp_path, tokenizer, template, prompt=[ASKED, {"role": "assistant", "content": begun}])
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}/rows.parquet, row 0: the chat template changes") is bool(ends)
+    assert ends in said and said.count("\n") == bool(ends)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "human", "content": "Go on"}]])
+def test_a_beginning_that_cannot_be_compared_is_continued(tmp_path, tokenizer, before):
+    """The template rejects the messages before it, or there are none."""
+    begun = {"role": "assistant", "content": "The sum"}
+    (row,) = rows_of(tmp_path, tokenizer, BY_ROLE, prompt=[*before, begun])
+    assert tokenizer.decode(row["prompt_ids"]) == "<assistant>The sum"
 
 
 # ---- truncated files: a full disk, a power cut, an interrupted download
