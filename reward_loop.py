@@ -71,9 +71,13 @@ NO_CPU = "the Ray cluster has no free CPU; end other programs, start fewer serve
 BLOCKED_S = 5.0  # After this time without a response from a worker, the manager logs a warning.
 WEDGED_S = 20.0  # After the timeout plus this time without a response, the manager kills the worker.
 GIVE_UP_AFTER = 5  # A call that is lost more than this many times gets the status "error".
+OVERLOADED = (
+    "a reward worker does not respond: the machine seems to be overloaded; end other programs, or lower "
+    "--sync-processes"
+)
 BLOCKED = (
-    "a reward worker does not respond: its async reward function blocks the event loop; await long "
-    "operations, or define the function with `def`"
+    "a reward worker does not respond: its async reward function blocks the event loop, or the machine is "
+    "overloaded; await long operations, or define the function with `def`"
 )
 FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # only for functions that name them
 
@@ -599,7 +603,8 @@ class RewardLoopManager:
                 warn_after_s, timeout_s = BLOCKED_S, self.job.timeout + WEDGED_S
             else:
                 warn_after_s = timeout_s = START_S + WEDGED_S
-            warning = self._loop.call_later(warn_after_s, self._warn_once, BLOCKED)
+            reason = BLOCKED if self.job.is_async else OVERLOADED
+            warning = self._loop.call_later(warn_after_s, self._warn_once, reason)
             try:
                 async with asyncio.timeout(timeout_s):  # In Python 3.11, wait_for may ignore a cancellation.
                     incarnation, results = await worker.call("collect", arrived)

@@ -750,7 +750,7 @@ def test_a_workers_answer_that_comes_just_as_the_loop_ends_does_not_keep_it_goin
         collect = SimpleNamespace(remote=lambda arrived: calls.pop())
         worker = reward_loop.Worker(SimpleNamespace(collect=collect), "life")
         manager = object.__new__(RewardLoopManager)
-        manager.job = SimpleNamespace(timeout=60.0)
+        manager.job = SimpleNamespace(timeout=60.0, is_async=True)
         manager._ray, manager._wake, manager._loop = ray, asyncio.Event(), asyncio.get_running_loop()
         serving = asyncio.create_task(manager._collect_from(worker))
         await asyncio.sleep(0)
@@ -1581,6 +1581,13 @@ def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-4"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12
     assert "does not respond: its async reward function blocks" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_function_that_is_not_async_is_not_blamed_for_a_slow_worker(start, monkeypatch, caplog):
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 0.5)
+    assert start(f"{FAULTS}:stop_worker").score_batch([sample("2")])[0]["status"] == "ok"
+    assert "a reward worker does not respond: the machine seems to be overloaded" in caplog.text
 
 
 SMALL_RAY = f"""

@@ -305,3 +305,11 @@ async def blocks(data_source, solution_str, ground_truth, extra_info):
     else:
         await asyncio.sleep(float(solution_str))
     return 1.0
+
+
+def stop_worker(data_source, solution_str, ground_truth, extra_info):
+    """Stop the worker of this grading process for a while, as a machine with too many processes does."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(os.getppid(), signal.SIGCONT)
+    return 1.0
