@@ -159,6 +159,9 @@ async def fapo_against_others(data_source, solution_strs, ground_truth, extra_in
     return results
 
 
+fapo_against_others.check_row = fapo.check_judged
+
+
 def place(verdict):
     """Return the key for comparisons: whether the answer is correct, and how many of its steps are sound."""
     if not verdict["acc"]:  # Verdicts on wrong answers (judge_wrong) do not count here.

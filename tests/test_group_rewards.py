@@ -1,6 +1,7 @@
 """The examples in docs/group_rewards.py: scores computed by hand, and a scripted judge."""
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections import Counter
@@ -14,7 +15,7 @@ from test_reward_loop import serve  # noqa: F401  (a fixture)
 sys.path.append(str(Path(__file__).parent.parent / "docs"))
 import group_rewards
 from compute_score import close_session
-from reward_loop import RewardOptions
+from reward_loop import RewardOptions, row_checker
 
 ABOUT = dict(data_source="math", ground_truth="2", extra_info={"question": "1+1?", "split": "train"})
 NAMES = ("listwise_judge", "majority_vote", "rule_and_variety", "fapo_against_others")
@@ -39,6 +40,24 @@ def test_the_loop_takes_them_as_functions_of_groups(name):
     file = Path(group_rewards.__file__)
     job = RewardOptions(reward_fn=f"{file}:{name}", router_address=("h:1",)).make_job()
     assert job.sees_group and job.is_async == (name in ("listwise_judge", "fapo_against_others"))
+
+
+@pytest.mark.parametrize(
+    "settings, judge, error",
+    [
+        ("{}", ("h:1",), ""),
+        ("{}", (), "needs a judge; pass --genrm"),
+        ('{"penalty": "x"}', ("h:1",), "penalty: 'x' is not a number"),
+        ('{"on_no_verdict": "rul"}', ("h:1",), "on_no_verdict"),
+    ],
+)
+def test_settings_of_fapo_against_others_are_checked_before_a_run(settings, judge, error):
+    function = f"{group_rewards.__file__}:fapo_against_others"
+    options = RewardOptions(reward_fn=function, reward_kwargs=settings, router_address=judge)
+    check_row = row_checker(options.make_job())
+    row = {"data_source": "math", "reward_model": {"ground_truth": "2"}, "extra_info": ABOUT["extra_info"]}
+    with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+        check_row(row)
 
 
 def test_majority_vote():
