@@ -223,6 +223,10 @@ class RewardOptions:
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     """Load the reward function and select its arguments. Raise ValueError if it does not accept them."""
     tokenizer = options.reward_model_tokenizer
+    if tokenizer and not Path(tokenizer).is_dir() and not re.fullmatch(r"[\w-][^/]*/[^/]+", tokenizer):
+        raise ValueError(
+            f"--reward-model-tokenizer {tokenizer}: must be a folder with a tokenizer, or a Hub name"
+        )
     if options.genrm and not tokenizer:
         tokenizer = next(iter(named("genrm", options.genrm).values()))
     spec = options.reward_fn or default_function(options, bool(addresses), tokenizer)

@@ -983,6 +983,10 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
             "-task classify: has no effect without a reward model",
         ),
         ({"reward_model_tokenizer": "t"}, "-tokenizer t: has no effect without a reward model"),
+        (
+            {"reward_model_tokenizer": "/nowhere", "router_address": ("127.0.0.1:1",)},
+            "--reward-model-tokenizer /nowhere: must be a folder with a tokenizer, or a Hub name",
+        ),
         ({"timeout": -1}, "--timeout -1: must"),
         ({"max_rpm": 0}, "--max-rpm 0: must"),
     ],
@@ -1311,7 +1315,7 @@ def test_the_tokenizer_is_the_judges_own_where_the_function_needs_one(tmp_path):
 
     judge, path = f"{FUNCTIONS}/verl_gsm8k_judge.py:compute_score_gsm8k", str(tmp_path)
     assert tokenizer_of(judge, genrm=(path, "other=x/y")) == path
-    assert tokenizer_of(judge, genrm=(path,), reward_model_tokenizer="given") == "given"
+    assert tokenizer_of(judge, genrm=(path,), reward_model_tokenizer="given/name") == "given/name"
     assert tokenizer_of(None, genrm=(path,), reward_model_task=("classify",)) == path
     # As in verl, a function that names the parameter gets the tokenizer, even if it has a default.
     body = "async def ask(solution_str, reward_model_tokenizer=None, **_): return 1.0\n"
