@@ -15,6 +15,7 @@ import pytest
 from played import says, score_files_here, server
 from test_compute_score import Judge, completion
 
+import genrm_server
 from tools import evaluate_genrm
 from tools.evaluate_genrm import (
     Config,
@@ -317,6 +318,9 @@ def test_limit_and_bad_files(bench, tmp_path):
         ("top-p", 1.5, "must be above 0 and at most 1"),
         ("out", "c.jsonl", "must end in .parquet"),
         ("out", "folder.parquet", "must not be a directory"),
+        ("router-address", "http://127.0.0.1:1", "must be host:port"),
+        ("router-address", "127.0.0.1", "must be host:port"),
+        ("router-address", "genrm=127.0.0.1:1", "must be host:port"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(
@@ -387,6 +391,12 @@ def test_of_several_models_one_must_be_chosen(bench, names):
             card["root"] = "/judge"  # Both are names of one model.
         assert evaluate_genrm.model_name(config) == "a"
         assert evaluate_genrm.model_name(replace(config, model="b")) == "b"
+
+
+def test_a_wrong_key_is_not_taken_for_a_judge_that_does_not_run(bench, monkeypatch):
+    monkeypatch.setattr(genrm_server, "request", lambda *arguments, **options: (401, "no"))
+    with pytest.raises(RuntimeError, match="^--router-address h:1: wrong or missing key; set ROUTER_API_KEY"):
+        evaluate_genrm.model_name(Config(data=bench, router_address="h:1"))
 
 
 def interrupted(*_):

@@ -24,6 +24,7 @@ log-probabilities.
 
 import json
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} {value}: must be at least 1")
+        if not re.fullmatch(r"[^/=]+:\d+", self.router_address):
+            raise ValueError(f"--router-address {self.router_address}: must be host:port")
         if self.out.suffix != ".parquet":
             raise ValueError(f"--out {self.out}: must end in .parquet")
         if self.out.is_dir():
@@ -218,11 +221,16 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 def model_name(config: Config) -> str:
-    """Return the model name for requests. Raises ValueError, or OSError if no judge responds."""
+    """Return the model name for requests. Raises ValueError, or OSError if no judge responds.
+
+    Raises RuntimeError if the router rejects the key.
+    """
     if config.model:
         return config.model
     try:
         cards = listed_models(config.router_address)
+    except RuntimeError:  # The router rejects the key.
+        raise
     except Exception as error:  # The address may belong to another kind of server.
         raise OSError(
             f"--router-address {config.router_address}: cannot get the model name "
