@@ -732,7 +732,17 @@ def count_servers(address: str) -> int:
     Raises RuntimeError if the router rejects the key.
     """
     try:
-        return max(1, len(get_json(address, "/workers", timeout=10)["workers"]))
+        workers = get_json(address, "/workers", timeout=10)["workers"]
+        reasons = []
+        for worker in workers:  # Routers of other programs list their servers in other forms.
+            if isinstance(worker, dict) and worker.get("why") and not worker.get("healthy"):
+                reasons.append(f"{worker['url']}: {worker['why']}")
+        if len(reasons) == len(workers):
+            reason = "; ".join(reasons) or "there are none"
+            log.warning(
+                "--router-address %s: no server is healthy (%s); samples wait for one", address, reason
+            )
+        return max(1, len(workers))
     except OSError as error:
         log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
         return 1

@@ -1336,6 +1336,27 @@ def test_the_model_is_looked_up_for_functions_with_one_judge_only(tmp_path):
         assert ("genrm_model" in job.kwargs) is left_open
 
 
+AILING = {"url": "http://a:1", "healthy": False, "why": "/health returned 503"}
+
+
+@pytest.mark.parametrize(
+    "workers, problem",
+    [
+        ([AILING | {"healthy": True}, AILING], ""),
+        ([AILING], "http://a:1: /health returned 503"),
+        ([AILING | {"why": ""}], ""),  # not checked yet
+        ([], "there are none"),
+        (["http://a:1"], ""),  # another router
+    ],
+)
+def test_a_router_without_a_healthy_server_is_named_at_the_start(serve, caplog, workers, problem):
+    server = serve(critic)
+    server.workers = workers
+    assert reward_loop.count_servers(server.address) == max(1, len(workers))
+    said = f"--router-address {server.address}: no server is healthy ("
+    assert (said in caplog.text) is bool(problem) and problem in caplog.text
+
+
 @pytest.mark.slow
 def test_samples_in_flight_follow_the_number_of_servers(start, shared, serve, tmp_path, caplog):
     async def slow(request):
