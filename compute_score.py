@@ -981,7 +981,11 @@ async def _json_request(method, url, **kwargs):
     return reply
 
 
-_served = {}  # (address, model or None) -> the model's entry in /v1/models; kept as long as this process
+# (address, model or None) -> the model's entry in /v1/models; kept as long as this process. The reward loop
+# has looked the models up, so that all its workers ask the same ones, even after a restart.
+_served = {}
+for _address, _card in json.loads(os.environ.get("GENRM_MODELS", "{}")).items():
+    _served[_address, None] = _served[_address, _card["id"]] = _card
 
 
 async def listed_models(address: str) -> list[dict]:
@@ -997,7 +1001,8 @@ async def served_model(address: str, model: str | None = None) -> dict:
     """Return what GET /v1/models says about a model: its id, max_model_len and more.
 
     Without `model`, the server must serve only one, which may have several names. A process asks only once,
-    so that all its requests go to the same model even if the server then lists another one.
+    so that all its requests go to the same model even if the server then lists another one. A worker of the
+    reward loop does not ask, because the loop has asked when the run began.
 
     Raises:
         ValueError: `model` is not given and the server serves several, or it does not serve `model`, or it

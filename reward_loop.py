@@ -256,6 +256,9 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     file = getattr(inspect.unwrap(function), "__globals__", {}).get("__file__")
     wanted = required if file == f"{HERE}/compute_score.py" else takes
     needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in wanted
+    # A function with `check_row` is written for this loop, so it passes unknown settings on to our functions.
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    takes_genrm_model = "genrm_model" in models or takes_any and hasattr(function, "check_row")
     if "reward_model_tokenizer" not in models or not needs_tokenizer:
         tokenizer = None
     elif tokenizer and Path(tokenizer).is_dir():
@@ -267,6 +270,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
         tokenizer=tokenizer,
         is_async=inspect.iscoroutinefunction(function),
         sees_group=sees_group,
+        takes_genrm_model=takes_genrm_model,
         timeout=options.timeout,
         files=files,
     )
@@ -299,9 +303,8 @@ def model_arguments(takes, addresses: dict[str, str]) -> dict:
     arguments = {key: value for key, value in offered.items() if takes_any or key in takes}
     if "reward_router_addresses" in takes:  # It may ask several judges, which need not have the same limits.
         return arguments | {"reward_router_addresses": addresses}
-    for key in ("genrm_model", "genrm_max_tokens"):  # RewardLoopManager may replace these defaults.
-        if key in takes and isinstance(takes[key].default, int | None):
-            arguments[key] = takes[key].default
+    if "genrm_model" in takes and takes["genrm_model"].default is None:
+        arguments["genrm_model"] = None  # RewardLoopManager fills in the name.
     return arguments
 
 
@@ -379,7 +382,10 @@ class RewardLoopManager:
         if num_servers and not options.max_in_flight:
             self.max_in_flight = IN_FLIGHT_PER_SERVER * num_servers[0]
         if addresses and not reward_models:  # Models that a run starts have one name.
-            self.job.kwargs |= chosen_model(next(iter(addresses.values())), self.job.kwargs)
+            self.job.models = models_to_ask(addresses, self.job)
+            first = self.job.models.get(next(iter(addresses.values())))
+            if first and self.job.kwargs.get("genrm_model", "") is None:
+                self.job.kwargs["genrm_model"] = first["id"]
         self._warnings = set()
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
@@ -833,26 +839,36 @@ def only_model(cards: list[dict], address: str, remedy: str) -> dict:
     return cards[0]
 
 
-def chosen_model(address: str, settings: dict) -> dict:
-    """Return settings that name the model at this address, or {} if none has to be chosen.
+def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
+    """Return {address: entry of its only model in /v1/models} for the judges that the function may ask.
 
-    None has to be chosen if `settings` names a model, or if the function does not take `genrm_model`. With
-    these settings, all workers name the model in every request, so that the judge cannot change during the
-    run. If there is no response, the workers ask for the name themselves. Raises ValueError if there are
-    several models.
+    Requests of all workers that name no model go to these models, so that a judge cannot change during the
+    run. If an address does not respond, the workers look its model up themselves. Raises ValueError if there
+    are several models, the settings name none, and the function would take `genrm_model`.
     """
-    if settings.get("genrm_model", "") is not None:  # The user chose the model, or the function takes none.
+    settings = job.kwargs
+    if settings.get("genrm_model"):
         return {}
-    try:
-        cards = listed_models(address)
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-    model = only_model(cards, address, """--reward-kwargs '{"genrm_model": "NAME"}'""")
-    chosen = {"genrm_model": model["id"]}
-    context = model.get("max_model_len")
-    if context and (settings.get("genrm_max_tokens") or 0) >= context:
-        chosen["genrm_max_tokens"] = None  # Without a limit, the answer may fill the rest of the context.
-    return chosen
+    # Some functions have separate settings for a second judge (docs/judges.py).
+    second = [one.get("genrm_model") for one in settings.values() if isinstance(one, dict)]
+    count = len(addresses) if "reward_router_addresses" in settings else 1
+    models = {}
+    for number, address in enumerate(list(addresses.values())[:count]):
+        try:
+            cards = listed_models(address)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if number and any(card["id"] in second for card in cards):
+            continue
+        remedy = """--reward-kwargs '{"genrm_model": "NAME"}'"""
+        if number:
+            remedy = "genrm_model in the settings of this judge (in --reward-kwargs)"
+        try:
+            models[address] = only_model(cards, address, remedy)
+        except ValueError:
+            if job.takes_genrm_model:
+                raise
+    return models
 
 
 def arguments_of(job: Job, samples: list[dict]) -> dict:

@@ -60,6 +60,9 @@ class Job:
     sees_group: bool  # whether one call gets all responses to a prompt (`solution_strs`)
     timeout: float
     files: dict[str, str] = dataclasses.field(default_factory=dict)  # path -> SHA-256, see `fingerprints`
+    takes_genrm_model: bool = False  # whether --reward-kwargs can name the judge's model
+    # address -> entry of the model there that compute_score.py asks in the whole run
+    models: dict[str, dict] = dataclasses.field(default_factory=dict)
     sync_processes: int = 1
 
 
@@ -264,6 +267,8 @@ class Scorer:
         self.file = job.function.rpartition(":")[0]
         self.is_spent = False  # True if this process must not score any more samples
         check_files(job.files)
+        if job.models:
+            os.environ["GENRM_MODELS"] = json.dumps(job.models)  # compute_score.py reads it.
         self.function = partial(load_function(job.function), **job.kwargs)
         check_files(job.files)  # Files may have changed during a long import.
         self.unchecked = job.files.copy()  # Calls may import these files later.

@@ -1412,6 +1412,94 @@ def test_the_judges_name_is_looked_up_once_for_all_workers(start, serve):
     assert start(**options).job.kwargs["genrm_model"] == "alpha"
 
 
+VETO = """
+import compute_score as fapo
+async def ask(data_source, solution_str, ground_truth, extra_info, reward_router_addresses, **settings):
+    sample = (data_source, solution_str, ground_truth, extra_info)
+    asked = [fapo.compute_score_fapo(*sample, address) for address in reward_router_addresses.values()]
+    return (await asyncio.gather(*asked))[-1]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["votes", "two_judges", "rubric", "veto"])
+def test_each_judge_keeps_its_name_whatever_function_asks_it(start, serve, tmp_path, name):
+    """A worker that is restarted, or is not asked before, would find the other model."""
+    cards = {}
+
+    async def judge(request):
+        if request.path == "/v1/models":
+            return web.json_response({"data": [cards[request.transport.get_extra_info("sockname")[1]]]})
+        return await critic(request)
+
+    quick, strict = serve(judge), serve(judge)
+    for server, model in ((quick, "small"), (strict, "large")):
+        cards[server.server.port] = {"id": model, "max_model_len": 4096}
+    function = f"{ROOT}/docs/judges.py:{name}" if name != "veto" else write_function(tmp_path, VETO)
+    addresses = (f"quick={quick.address}", f"strict={strict.address}")
+    manager = start(function, router_address=addresses)
+    for card in cards.values():
+        card["id"] = "other"
+    manager.score_batch([sample(f"{number}\n\n\\boxed{{1}}") for number in range(3)])
+    asks_both = name in ("two_judges", "veto")
+    assert {request["model"] for request in quick.requests} == {"small"}
+    assert {request["model"] for request in strict.requests} == ({"large"} if asks_both else set())
+    assert not any("max_tokens" in request for request in quick.requests if name != "rubric")
+    assert quick.paths.count("/v1/models") == 1 and strict.paths.count("/v1/models") == asks_both
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "at"),
+    [
+        ("votes", {}, "quick"),
+        ("votes", {"on_no_verdict": "rule"}, "quick"),
+        ("votes", {"genrm_model": "b"}, ""),
+        ("audited", {"second": {"genrm_model": "b"}}, "quick"),
+        ("two_judges", {}, "quick"),
+        ("two_judges", {"strict": {"genrm_model": "b"}}, "quick"),
+        ("two_judges", {"genrm_model": "b"}, ""),
+        ("two_judges", {"one": True}, "strict"),
+        ("two_judges", {"one": True, "strict": {"genrm_model": "b"}}, ""),
+        ("own", {}, ""),
+    ],
+)
+def test_one_of_several_models_must_be_chosen_whatever_function_asks(
+    serve, tmp_path, monkeypatch, name, settings, at
+):
+    """Functions written for other frameworks, which have no `check_row`, may name the model themselves."""
+    settings = dict(settings)
+    first = [{"id": "a"}] if settings.pop("one", False) else [{"id": "a"}, {"id": "b"}]
+
+    async def quick(request):
+        return web.json_response({"data": first})
+
+    async def strict(request):
+        return web.json_response({"data": [{"id": "a"}, {"id": "b"}]})
+
+    class Started(Exception):
+        pass
+
+    def start_workers(self, addresses):
+        raise Started
+
+    monkeypatch.setattr(RewardLoopManager, "_start_workers", start_workers)
+    servers = {"quick": serve(quick), "strict": serve(strict)}
+    function = f"{ROOT}/docs/judges.py:{name}" if name != "own" else write_function(tmp_path, VETO)
+    options = dict(
+        reward_fn=function,
+        reward_kwargs=settings,
+        router_address=tuple(f"{key}={server.address}" for key, server in servers.items()),
+    )
+    if not at:
+        with pytest.raises(Started):
+            make_manager(**options)
+        return
+    with pytest.raises(
+        ValueError, match=rf"{servers[at].address}: the server serves several models \(a, b\)"
+    ):
+        make_manager(**options)
+
+
 @pytest.mark.slow
 def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
     async def judge(request):
