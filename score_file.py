@@ -42,7 +42,7 @@ class Config(RewardOptions):
     # status and reward_extra_info (JSON).
     out: Path
     # Resume an interrupted run: keep the results that have a score, and score the rest. A group whose samples
-    # are scored together is kept only if all of them have a score.
+    # are scored together is kept only if all of them have a score. A finished --out is not changed.
     resume: bool = False
 
 
@@ -169,6 +169,8 @@ def read_samples(config: Config, job) -> tuple[list[dict], list[dict]]:
     is_table = config.data.suffix.lower() == ".parquet"
     if config.out.suffix != ".jsonl" and not (config.out.suffix == ".parquet" and is_table):
         raise ValueError(f"--out {config.out}: must end in .jsonl, or in .parquet if --data does")
+    if config.out.resolve() == config.data.resolve():
+        raise ValueError(f"--out {config.out}: is the same file as --data; pass another name")
     if config.out.is_dir():
         raise ValueError(f"--out {config.out}: must not be a directory")
     check_row = row_checker(job)
@@ -193,13 +195,14 @@ def run(config: Config):
     job = config.make_job()
     rows, samples = read_samples(config, job)
     if config.resume and config.out.exists() and not partial.exists():
-        scored = read_rows(config.out, ["response"])
+        scored = read_rows(config.out, ["response", "reward_score"])
         if [row["response"] for row in scored] != [row["response"] for row in rows]:
             raise ValueError(f"--resume: {config.out} has scores of other responses; run without --resume")
-        print(
-            f"{config.out} already has a score for each response, perhaps of another function or judge; "
-            "to score them again, run without --resume"
-        )
+        missing = sum(row["reward_score"] is None for row in scored)
+        state = "already has a score for each response, perhaps of another function or judge"
+        if missing:  # A run may finish without some scores, as many as --max-no-verdict-rate allows.
+            state = f"is finished, but {missing:,} of its {len(rows):,} responses got no score"
+        print(f"{config.out} {state}; to score all responses again, run without --resume")
         return
     header = {  # A run can be resumed only if these values have not changed. The judge's address may change.
         "genrm": list(config.genrm),

@@ -62,6 +62,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
     (tmp_path / "fake.parquet").write_text("PAR?")
     write_jsonl(tmp_path / "status.jsonl", [sample("one"), sample("one", status="reviewed")])
     out = tmp_path / "out.jsonl"
+    (tmp_path / "link.jsonl").symlink_to(good)
+    (tmp_path / "copy.jsonl").write_bytes(good.read_bytes())
     cases = [  # in this process, because Ray need not start
         (dict(data=tmp_path / "none.jsonl", out=out), "the file does not exist"),
         (dict(data=tmp_path / "no_response.jsonl", out=out), "row 0: the column 'response' is missing"),
@@ -82,6 +84,15 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=tmp_path / "status.jsonl", out=out), "the result would overwrite the column 'status'"),
         (dict(data=good, out=tmp_path / "out.csv"), "must end in .jsonl"),
         (dict(data=good, out=tmp_path / "out.parquet"), "or in .parquet if --data does"),
+        (
+            dict(data=good, out=tmp_path / "link.jsonl"),
+            "link.jsonl: is the same file as --data; pass another",
+        ),
+        (dict(data=good, out=good, resume=True), "good.jsonl: is the same file as --data; pass another name"),
+        (
+            dict(data=good, out=tmp_path / "copy.jsonl", resume=True),
+            "copy.jsonl, row 0: the column 'reward_s",
+        ),
         (dict(data=good, out=out, reward_kwargs="{"), "must be a JSON object"),
         (dict(data=good, out=out, reward_kwargs="[]"), "must be a JSON object"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
@@ -561,6 +572,11 @@ def test_resume_of_a_finished_file_says_so_and_stops(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{config.out} already has a score for each response" in said and "scored 1" not in said
     assert config.out.read_text() == before
+    write_jsonl(config.out, [json.loads(before) | {"reward_score": None, "status": "no_verdict"}])
+    score_file.run(again)
+    said = capsys.readouterr().out
+    assert f"{config.out} is finished, but 1 of its 1 responses got no score; to score all responses" in said
+    write_jsonl(config.out, [json.loads(before)])
     other = write_jsonl(tmp_path / "others.jsonl", [sample("two")])
     for changes, message in (
         ({"data": other}, "--resume: .*scored.jsonl has scores of other responses"),
