@@ -212,15 +212,18 @@ def check_unused(options, names, needed: str) -> None:
 
 
 def json_object(field: str, text: str) -> dict:
-    """Parse a JSON object. Raise ValueError if the text is anything else."""
+    """Parse a JSON object. Raise ValueError for other texts, without the text, which may contain a key."""
+    form = f"""{flag(field)}: must be a JSON object such as '{{"NAME": 1}}'"""
     try:
-        found = dict(**json.loads(text))  # Without **, a list of pairs would be accepted.
-    except (TypeError, ValueError):
-        raise ValueError(f"{flag(field)} {text!r}: must be a JSON object") from None
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{form} ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(form)
     try:
         json.dumps(found, allow_nan=False)
     except ValueError:  # Python accepts NaN, Infinity and 1e999, but other JSON parsers do not.
-        raise ValueError(f"{flag(field)} {text!r}: all numbers must be finite") from None
+        raise ValueError(f"{flag(field)}: all numbers must be finite") from None
     return found
 
 
@@ -298,7 +301,7 @@ def one_line_errors(if_interrupted: str = ""):
     """End the script with a one-line message and an exit code if this context fails or is interrupted.
 
     The code is 2 if the input is invalid or the machine has failed, 1 if the run had to stop, and 130 after
-    Ctrl-C, for which the message is `if_interrupted`.
+    Ctrl-C, for which the message is `if_interrupted`. An error may have another `exit_code`.
     """
     try:
         yield
@@ -307,4 +310,5 @@ def one_line_errors(if_interrupted: str = ""):
         raise SystemExit(130) from None
     except (RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error
+        code = 1 if isinstance(error, RuntimeError) else 2
+        raise SystemExit(getattr(error, "exit_code", code)) from error

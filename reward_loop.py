@@ -165,6 +165,8 @@ class RewardOptions:
         for address in addresses.values():
             if not re.fullmatch(r"[^/]+:\d+", address):
                 raise ValueError(f"--router-address {address}: must be host:port or NAME=host:port")
+        if models or addresses:
+            router_key()
         if len(self.reward_model_task) not in (1, len(models or addresses)):
             tasks = " ".join(self.reward_model_task)
             raise ValueError(f"--reward-model-task {tasks}: pass one task, or one per reward model")
@@ -712,6 +714,12 @@ def router_key() -> str:
     return key
 
 
+class WrongKey(RuntimeError):
+    """The router rejects the key."""
+
+    exit_code = 2  # The key is an input.
+
+
 def get_json(address: str, path: str, timeout: float):
     """Return the JSON at this address. Raise OSError or ValueError if there is none.
 
@@ -723,7 +731,7 @@ def get_json(address: str, path: str, timeout: float):
     if not status:
         raise OSError(text)
     if status == 401:
-        raise RuntimeError(
+        raise WrongKey(
             f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY to the router's key, or, "
             "if the router forwards to an API, start it with the API's key in ROUTER_SERVER_KEY"
         )

@@ -415,7 +415,7 @@ def test_the_end_of_a_command(bench, tmp_path, monkeypatch, capsys):
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for data, more, code, message in [
         ("mixed.jsonl", [], 2, "mixed.jsonl, row 0: reward_model.ground_truth is 9"),
-        ("rows.jsonl", ["--chat-kwargs", "[1]"], 2, "error: --chat-kwargs '[1]': must be a JSON object\n"),
+        ("rows.jsonl", ["--chat-kwargs", "[1]"], 2, "error: --chat-kwargs: must be a JSON object such"),
         ("rows.jsonl", [], 2, "error: --router-address 127.0.0.1:1: cannot get the model name"),
         ("rows.jsonl", ["--model", "m"], 130, "run the same command again"),
     ]:

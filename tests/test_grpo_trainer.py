@@ -860,7 +860,7 @@ def test_what_the_reward_function_does_not_give_is_named_in_one_line(changes, ab
         (dict(loss="dapo"), "--loss dapo: must be clip, gspo, cispo or FILE.py:NAME"),
         (dict(loss="gspo", clip_c=5.0), "--clip-c: the loss gspo has no setting clip_c; omit --clip-c"),
         (dict(loss_kwargs='{"tau": 1}'), "clip_loss() got an unexpected keyword argument 'tau'"),
-        (dict(loss_kwargs="[1]"), "--loss-kwargs '[1]': must be a JSON object"),
+        (dict(loss_kwargs="[1]"), "--loss-kwargs: must be a JSON object such as '{\"NAME\": 1}'"),
         (dict(loss_kwargs='{"clip_c": 0.5}'), "--loss-kwargs: pass --clip-c instead of clip_c"),
     ],
 )
@@ -1317,9 +1317,12 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
             dict(overlong_buffer=9),
             "--overlong-buffer 9: must be between 1 and --max-response-length 8; pass 0 to turn off",
         ),
-        (dict(reward_kwargs="{1"), "--reward-kwargs '{1': must be a JSON object"),
+        (
+            dict(reward_kwargs='{"a": "s3cret"'),
+            "--reward-kwargs: must be a JSON object such as '{\"NAME\": 1}' (Expecting ',' delimiter",
+        ),
         (dict(reward_kwargs="[1]"), "must be a JSON object"),
-        (dict(reward_kwargs='{"a": Infinity}'), "--reward-kwargs '{\"a\": Infinity}': all numbers must be"),
+        (dict(reward_kwargs='{"a": Infinity}'), "--reward-kwargs: all numbers must be finite"),
         (dict(reward_kwargs='{"a": [{"b": NaN}]}'), "all numbers must be finite"),
         (dict(reward_kwargs='{"a": -1e999}'), "all numbers must be finite"),
         (

@@ -166,7 +166,7 @@ def test_the_chat_template_gets_what_the_user_says(tmp_path, model, tokenizer):
 
 @pytest.mark.parametrize("text", ["{1", "[1]", "enable_thinking=false"])
 def test_template_settings_that_are_no_json_object_are_refused(tmp_path, model, tokenizer, text):
-    with pytest.raises(ValueError, match=re.escape(f"--chat-template-kwargs {text!r}: must be a JSON")):
+    with pytest.raises(ValueError, match="^--chat-template-kwargs: must be a JSON object"):
         prepared(tmp_path, model, tokenizer, chat_template_kwargs=text)
 
 

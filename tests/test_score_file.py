@@ -95,6 +95,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         ),
         (dict(data=good, out=out, reward_kwargs="{"), "must be a JSON object"),
         (dict(data=good, out=out, reward_kwargs="[]"), "must be a JSON object"),
+        (dict(data=good, out=out, reward_kwargs='{"key": "s3cret"'), "(Expecting ',' delimiter: line 1 col"),
+        (dict(data=good, out=out, reward_kwargs='{"key": "s3cret", "a": NaN}'), "numbers must be finite"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
         (dict(data=good, out=out, num_workers=-1), "--num-workers -1: must be at least 0"),
         (dict(data=good, out=out, reward_fn="none.py:f"), "none.py does not exist"),
@@ -103,6 +105,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         with pytest.raises((ValueError, OSError)) as caught:
             score_file.run(score_file.Config(**options))
         assert message in str(caught.value) and "\n" not in str(caught.value), options
+        assert "s3cret" not in str(caught.value)
     for arguments in (["--data", tmp_path / "none.jsonl"], ["--data", good, "--no-such-flag", 1]):
         ended = command_line("--out", out, *arguments)
         assert ended.returncode == 2 and ended.stderr.strip() and not ended.stdout
@@ -120,6 +123,25 @@ def test_a_folder_that_cannot_be_written_is_named_before_a_judge_starts(tmp_path
     config.out.mkdir()
     with pytest.raises(ValueError, match=r"^--out .*folder.jsonl: must not be a directory"):
         score_file.run(config)
+
+
+def test_a_key_that_is_wrong_or_cannot_be_sent_is_an_input_error(tmp_path, serve, monkeypatch, capsys):
+    monkeypatch.setattr(score_file, "start_rewards", lambda *given: pytest.fail("Ray starts"))
+    server = serve(critic)
+    server.key = "right"
+    data = write_jsonl(tmp_path / "rows.jsonl", [sample("one")])
+    arguments = ["--data", data, "--out", tmp_path / "out.jsonl", "--router-address", server.address]
+    arguments += ["--reward-fn", f"{ROOT}/compute_score.py:compute_score_fapo"]
+    monkeypatch.setattr(sys, "argv", ["score_file.py", *map(str, arguments)])
+    for key, message in (
+        ("wrong", "wrong or missing key; set ROUTER_API_KEY"),
+        ("s3c ret", "ROUTER_API_KEY: a key contains white space"),
+    ):
+        monkeypatch.setenv("ROUTER_API_KEY", key)
+        with pytest.raises(SystemExit) as ended:
+            score_file.main()
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and message in said and "s3c ret" not in said
 
 
 @pytest.mark.slow
