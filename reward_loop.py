@@ -388,6 +388,11 @@ class RewardLoopManager:
             first = self.job.models.get(next(iter(addresses.values())))
             if first and self.job.kwargs.get("genrm_model", "") is None:
                 self.job.kwargs["genrm_model"] = first["id"]
+        if addresses and not {"reward_router_address", "reward_router_addresses"} & self.job.kwargs.keys():
+            log.warning(
+                "--reward-fn %s: does not take reward_router_address, so it asks no reward model",
+                options.reward_fn,
+            )
         self._warnings = set()
         self._workers = self._start_workers(addresses)
         self._queue = collections.deque()  # calls to dispatch; any thread may add to it
@@ -855,7 +860,8 @@ def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
     are several models, the settings name none, and the function would take `genrm_model`.
     """
     settings = job.kwargs
-    if settings.get("genrm_model"):
+    uses_chat = any(Path(file).name == "compute_score.py" for file in job.files)
+    if settings.get("genrm_model") or not (uses_chat or job.takes_genrm_model):
         return {}
     # Some functions have separate settings for a second judge (docs/judges.py).
     second = [one.get("genrm_model") for one in settings.values() if isinstance(one, dict)]
@@ -1032,14 +1038,22 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
     `sleep_mode`, the reward models sleep between batches. For `overlong`, see RewardLoopManager.
     """
     options.make_job()  # This checks the options before Ray starts.
-    if connect_ray():
-        import ray
+    import ray
 
+    if connect_ray():
         stack.callback(ray.shutdown)
     models = None
     if options.genrm:
         from cluster import placement
 
+        servers = len(options.genrm) * options.genrm_servers
+        cpus = ray.cluster_resources().get("CPU", 0)
+        if servers * placement.SERVER_CPUS > cpus - WORKER_CPUS:
+            raise ValueError(
+                f"--genrm-servers {options.genrm_servers}: {servers} servers with {placement.SERVER_CPUS} "
+                f"CPUs each leave none of the Ray cluster's {cpus:g} CPUs for the reward workers; start "
+                "fewer servers"
+            )
         models = placement.RewardModelManager(options.server_configs(sleep_mode), reservation)
         stack.callback(models.shutdown)
     manager = RewardLoopManager(options, reward_models=models, overlong=overlong)

@@ -97,6 +97,24 @@ def test_a_grading_process_that_ends_while_it_loads_is_named(start, tmp_path):
     assert str(refused.value).startswith(begin) and "\n" not in str(refused.value)
 
 
+def test_judges_that_leave_the_workers_no_cpu_are_refused_before_they_start(tmp_path, monkeypatch):
+    import ray
+
+    from cluster import placement
+
+    monkeypatch.setattr(reward_loop, "connect_ray", lambda: False)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(placement, "RewardModelManager", lambda *given: pytest.fail("the judges start"))
+    (tmp_path / "config.json").write_text("{}")
+    models = (f"quick={tmp_path}", f"strict={tmp_path}")
+    options = RewardOptions(reward_fn=f"{ROOT}/docs/judges.py:two_judges", genrm=models, genrm_servers=2)
+    message = (
+        r"^--genrm-servers 2: 4 servers with 0.5 CPUs each leave none of the Ray cluster's 2 CPUs for the re"
+    )
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
+        reward_loop.start_rewards(options, stack)
+
+
 @pytest.fixture(scope="module")
 def shared(local_ray):
     """Yield shared(function), which returns one manager with two workers for all tests of this function.
@@ -1501,7 +1519,7 @@ def test_one_of_several_models_must_be_chosen_whatever_function_asks(
 
 
 @pytest.mark.slow
-def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
+def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer, caplog):
     async def judge(request):
         body = await request.json()
         if body["model"] != "judge":  # vLLM's answer for a name that is not the served one
@@ -1524,8 +1542,12 @@ def test_functions_in_verls_style_run_unchanged(start, serve, tokenizer):
     assert results[1]["reward_extra_info"] == {"score": 0.0, "acc": False}
 
     # A simple rule also works while a model is running.
+    assert "reward_router_address" not in caplog.text
     results = start(f"{FUNCTIONS}/verl_sync_rule.py:compute_score", **options).score_batch(samples)
     assert [result["reward_score"] for result in results] == [1.0, 0.0]
+    assert (
+        "verl_sync_rule.py:compute_score: does not take reward_router_address, so it asks no" in caplog.text
+    )
 
 
 def write_function(folder, body, name="ask"):
