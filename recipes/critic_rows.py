@@ -15,13 +15,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import one_line_errors
 from compute_score import split_paragraphs
-from prepare_data import write_table
+from prepare_data import read_rows, write_table
 from run_folder import read_lines
 from toy import shop_judge, shop_world, toy_world
 
@@ -49,7 +48,7 @@ def prices_of(run: Path) -> dict[str, dict]:
     prices = {}
     if (run / "config.json").exists():
         train_file = json.loads((run / "config.json").read_bytes())["train_file"]
-        for row in pq.read_table(train_file).to_pylist():
+        for row in read_rows(Path(train_file)):
             if "prices" in (row.get("extra_info") or {}):
                 prices[row["prompt"][-1]["content"]] = row["extra_info"]["prices"]
     return prices
@@ -59,6 +58,8 @@ def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[dict]]:
     """Return the rows of the distinct solutions with correct answers as {is flawed: [row, ...]}."""
     found = {True: {}, False: {}}
     for run in runs:
+        if not (run / "samples.jsonl").is_file():
+            raise ValueError(f"--runs {run}: has no samples.jsonl; pass the output directory of a run")
         prices = prices_of(run)
         for line in read_lines(run / "samples.jsonl")[0]:
             if line["split"] == "train" and line["reward_extra_info"].get("acc"):
@@ -68,11 +69,10 @@ def right_solutions(runs: tuple[Path, ...]) -> dict[bool, list[dict]]:
     return {flawed: list(rows.values()) for flawed, rows in found.items()}
 
 
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+def make_files(config: Config) -> None:
+    """Write both files. Raise RuntimeError if there are too few solutions for them."""
     rng = random.Random(config.seed)
-    with one_line_errors():
-        found = right_solutions(config.runs)
+    found = right_solutions(config.runs)
     count = min(map(len, found.values()))
     chosen = rng.sample(found[True], count) + rng.sample(found[False], count)
     rng.shuffle(chosen)
@@ -86,9 +86,9 @@ def main() -> None:
         rows[split].append(row)
     del rows["test"][config.held_out :]
     if not rows["train"]:
-        sys.exit(
-            f"error: --runs: too few solutions ({len(found[True])} flawed, {len(found[False])} sound); "
-            "pass more runs"
+        raise RuntimeError(
+            f"--runs: too few solutions ({len(found[True])} flawed, {len(found[False])} sound) for "
+            f"--held-out {config.held_out}; pass more runs, or lower --held-out"
         )
     config.out_dir.mkdir(parents=True, exist_ok=True)
     for split, some in rows.items():
@@ -96,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        make_files(tyro.cli(Config, description=__doc__))

@@ -200,8 +200,8 @@ def test_rows_from_trajectories_of_policies(tmp_path):
         line["reward_extra_info"] = {"acc": True}
         lines.append(line | ({"turns": turns} if len(turns) > 1 else {}))
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare_data.write_table(tmp_path / "train.parquet", rows)
-    (tmp_path / "config.json").write_text(json.dumps({"train_file": str(tmp_path / "train.parquet")}))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.json").write_text(json.dumps({"train_file": str(tmp_path / "train.jsonl")}))
     command = [ROOT / "recipes/critic_rows.py", "--runs", tmp_path, "--out-dir", tmp_path, "--held-out", "10"]
     subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
     found = []

@@ -653,9 +653,19 @@ def test_rows_for_a_judge_from_what_policies_wrote(tmp_path):
         written = [line for line in lines if line["prompt"] == row["extra_info"]["question"]][0]
         label = first_wrong_paragraph(written["prompt"], written["response"])
         assert row["reward_model"]["ground_truth"] == label and written["reward_extra_info"]["acc"]
+    (tmp_path / "file").write_text("")
+    for arguments, message in (
+        (
+            ["--runs", tmp_path, tmp_path / "typo"],
+            rf"error: --runs {tmp_path}/typo: has no samples.jsonl; pass",
+        ),
+        (["--out-dir", tmp_path / "file"], "error: .*File exists"),
+    ):
+        wrong = forked.run([*command, *arguments])
+        assert wrong.returncode == 2 and re.match(message, wrong.stderr) and wrong.stderr.count("\n") == 1
     (tmp_path / "samples.jsonl").write_text(json.dumps(lines[-3]) + "\n")
     few = forked.run(command)
-    assert few.returncode == 1
+    assert few.returncode == 1 and "for --held-out 9; pass more runs, or lower" in few.stderr
     assert re.search(r"error: --runs: too few solutions \((0 flawed, |[1-9]\d* flawed, 0 )", few.stderr)
     (tmp_path / "samples.jsonl").write_text(json.dumps(lines[-4] | {"prompt": "1+1?\n"}) + "\n")
     (tmp_path / "config.json").write_text(json.dumps({"train_file": str(tmp_path / "other.parquet")}))
