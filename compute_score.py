@@ -1016,8 +1016,8 @@ async def served_model(address: str, model: str | None = None) -> dict:
                 if error.status != 404:
                     raise
                 raise ValueError(
-                    f"http://{address} does not list its models (/v1/models); name a model "
-                    "with genrm_model (`model` in a call of chat)"
+                    f"http://{address} does not list its models (/v1/models); name a model with genrm_model "
+                    f"(`model` in a call of chat); the server says: {error.message}"
                 ) from error
             names = ", ".join(str(card["id"]) for card in found)
             if model is not None:

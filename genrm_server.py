@@ -102,9 +102,26 @@ class Config:
         for flag in ("--host", "--port", "--policy", "--queue-timeout", "--api-key", "--server-key"):
             if flag in re.split(r"[\s=]", self.router_args.replace("_", "-")):  # tyro accepts both spellings
                 raise ValueError(f"--router-args {flag}: pass {flag} to genrm_server.py itself")
+        if self.router_args:
+            self.check_router_args()
         if self.device == "cpu":
             remedy = "--rollout hf or " if self.flag_prefix == "rollout-" else ""
             refuse_gpu_build("--device cpu: ", f"; pass {remedy}--device cuda")
+
+    def check_router_args(self) -> None:
+        """Raise ValueError if router.py would reject its arguments."""
+        import router
+
+        words = self.router_args.split()
+        try:
+            tyro.cli(
+                router.Config, args=words, config=[tyro.conf.DisallowNone], console_outputs=False
+            ).check()
+        except (SystemExit, ValueError) as error:
+            why = error
+            if isinstance(error, SystemExit):
+                why = "router.py does not accept them; see python router.py --help"
+            raise ValueError(f"--router-args: {why}") from None
 
 
 def resolve_config(config: Config, follow_links: bool = False) -> Config:

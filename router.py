@@ -133,6 +133,9 @@ class Config:
             raise ValueError(f"--queue-timeout {self.queue_timeout}: must be at least 0")
         if not re.fullmatch(r"/[!-~]*", self.health_path):
             raise ValueError(f"--health-path {self.health_path!r}: must start with / and have no spaces")
+        for path in self.forward:
+            if not path.startswith("/"):
+                raise ValueError(f"--forward {path}: must start with /")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port {self.port}: must be between 0 and 65535")
 
@@ -759,7 +762,10 @@ class Router:
             return web.json_response({"workers": [vars(worker) for worker in self.workers.values()]})
         try:
             if request.method == "DELETE":
-                worker = self.workers.pop(clean_url(request.rel_url.query["url"]))
+                url = clean_url(request.rel_url.query["url"])
+                if url not in self.workers:
+                    raise ValueError(f"there is no server {url}")
+                worker = self.workers.pop(url)
                 if not any(one.models == self.models for one in self.workers.values()):
                     self.models = ()
             else:

@@ -1762,12 +1762,13 @@ def test_a_server_without_a_list_needs_the_name_of_a_model():
     judge = Judge("\\boxed{-1}")
 
     async def no_list(request):
-        return web.json_response({}, status=404)
+        return web.Response(text="add the path to --forward", status=404)
 
     judge.models = no_list
     result = score_with(judge)
     assert result["genrm_status"] == "http_error" and judge.requests == []
     assert "does not list its models (/v1/models); name a model with genrm_model" in result["genrm_error"]
+    assert result["genrm_error"].endswith("; the server says: add the path to --forward")
     assert score_with(judge, genrm_model="b")["score"] == 1.0 and judge.requests[0]["model"] == "b"
 
 

@@ -398,6 +398,13 @@ def test_the_router_gets_the_arguments_that_its_errors_name(stand_in):
     for args, flag in (("--port=1", "--port"), ("--max_attempts 1 --server_key hush", "--server-key")):
         with pytest.raises(ValueError, match=f"--router-args {flag}: pass {flag} to genrm_server.py itself"):
             settings(stand_in, router_args=args).check()
+    for args, message in (
+        ("--max-attempts 0", "--router-args: --max-attempts 0: must be above 0 and finite"),
+        ("--forward v1", "--router-args: --forward v1: must start with /"),
+        ("--no-such-flag 1", "--router-args: router.py does not accept them; see python router.py --help"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            settings(stand_in, router_args=args).check()
 
 
 @pytest.mark.slow

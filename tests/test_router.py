@@ -1200,7 +1200,8 @@ async def test_workers_can_be_listed_added_and_taken_out():
         assert [w["url"] for w in json.loads((await it.ask("GET", "/workers"))[1])["workers"]] == [two.url]
         release.set()
         assert (await asked)[:2] == (200, b"late")
-        assert (await it.ask("DELETE", "/workers", params={"url": one.url}))[0] == 400
+        status, text, _ = await it.ask("DELETE", "/workers", params={"url": one.url})
+        assert status == 400 and f"invalid request (there is no server {one.url}); send" in str(text)
 
 
 BROKEN = [
@@ -1695,6 +1696,7 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             (dict(health_interval=math.inf), "--health-interval inf: must be above 0 and finite"),
             (dict(health_timeout=0.0), "--health-timeout 0.0: must be above 0 and finite"),
             (dict(health_path="live"), "--health-path 'live': must start with /"),
+            (dict(forward=("/v1", "v2")), "--forward v2: must start with /"),
             (dict(queue_timeout=math.nan), "--queue-timeout nan: must be at least 0"),
         )
         for settings, expected in cases:
