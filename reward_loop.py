@@ -181,9 +181,7 @@ class RewardOptions:
         "models" describe the files. A model whose server does not respond is None.
         """
         settings = json_object("reward_kwargs", self.reward_kwargs)
-        # Some functions have separate settings for a second judge (docs/judges.py).
-        chosen = [one.get("genrm_model") for one in (settings, *settings.values()) if isinstance(one, dict)]
-        models = served_models(named("router_address", self.router_address), chosen)
+        models = served_models(named("router_address", self.router_address), chosen_models(settings))
         for name, path in named("genrm", self.genrm).items():
             models[name] = f"{path} {folder_digest(path)}"
         tokenizer = self.reward_model_tokenizer or ""
@@ -383,6 +381,9 @@ class RewardLoopManager:
         num_servers = [count_servers(address) for address in addresses.values()]  # This also checks the key.
         if num_servers and not options.max_in_flight:
             self.max_in_flight = IN_FLIGHT_PER_SERVER * num_servers[0]
+        chosen = chosen_models(self.job.kwargs)
+        if reward_models and any(chosen):
+            served_models(addresses, chosen)  # It logs models that no server lists.
         if addresses and not reward_models:  # Models that a run starts have one name.
             self.job.models = models_to_ask(addresses, self.job)
             first = self.job.models.get(next(iter(addresses.values())))
@@ -809,6 +810,11 @@ def served_models(addresses: dict[str, str], chosen=()) -> dict[str, str | None]
     return models
 
 
+def chosen_models(settings: dict) -> list[str | None]:
+    """Return genrm_model of the settings, and of settings for a second judge (docs/judges.py)."""
+    return [one.get("genrm_model") for one in (settings, *settings.values()) if isinstance(one, dict)]
+
+
 def folder_digest(path: str | None) -> str:
     """Return a digest of the sizes and modification times of a model's files; empty if it is no folder."""
     if not path or not os.path.isdir(os.path.expanduser(path)):
@@ -863,8 +869,7 @@ def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
     uses_chat = any(Path(file).name == "compute_score.py" for file in job.files)
     if settings.get("genrm_model") or not (uses_chat or job.takes_genrm_model):
         return {}
-    # Some functions have separate settings for a second judge (docs/judges.py).
-    second = [one.get("genrm_model") for one in settings.values() if isinstance(one, dict)]
+    chosen = chosen_models(settings)
     count = len(addresses) if "reward_router_addresses" in settings else 1
     models = {}
     for number, address in enumerate(list(addresses.values())[:count]):
@@ -872,7 +877,7 @@ def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
             cards = listed_models(address)
         except (OSError, ValueError, LookupError, TypeError):
             continue
-        if number and any(card["id"] in second for card in cards):
+        if number and any(card["id"] in chosen for card in cards):
             continue
         remedy = """--reward-kwargs '{"genrm_model": "NAME"}'"""
         if number:

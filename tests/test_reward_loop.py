@@ -868,6 +868,17 @@ def test_colocate_wakes_the_models_and_puts_them_to_sleep_again(start, serve):
     assert models.calls == ["wake", "sleep"] * 2
 
 
+@pytest.mark.parametrize("name", ["judge", "other", None])
+def test_a_model_that_a_started_judge_does_not_serve_is_named(serve, monkeypatch, caplog, name):
+    monkeypatch.setattr(RewardLoopManager, "_start_workers", lambda self, addresses: 1 / 0)
+    options = dict(
+        reward_fn=f"{ROOT}/docs/judges.py:votes", reward_kwargs={"genrm_model": name} if name else {}
+    )
+    with pytest.raises(ZeroDivisionError):
+        make_manager(SleepingModels(serve(critic).address), **options)
+    assert ("no server lists the model other; choose one of judge" in caplog.text) == (name == "other")
+
+
 def test_ctrl_c_does_not_wait_until_the_models_sleep(start, serve):
     """Sleeping waits for the calls in progress, and a batch system may kill the run before they end."""
     models = SleepingModels(serve(critic).address)
