@@ -544,6 +544,7 @@ def test_overlong_penalty_is_the_reward_loops():
     assert overlong_penalty(100, 100, 40, 1.0) == -1.0
     assert overlong_penalty(60, 100, 40, 1.0) == 0.0
     assert overlong_penalty(80, 100, 40, 0.5) == -0.25
+    assert overlong_penalty(50, 100, 100, 1.0) == -0.5  # The buffer may be the whole response.
 
 
 def test_log_ratios_are_cut_at_20():

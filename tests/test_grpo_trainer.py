@@ -50,6 +50,7 @@ def test_every_epoch_is_a_shuffle_and_a_draw_depends_on_its_place_alone():
     flat = grpo_trainer.draw(rows, 0, 20, seed=0)
     assert sorted(flat[:10]) == rows and sorted(flat[10:]) == rows and flat[:10] != flat[10:]
     assert grpo_trainer.draw(rows, 8, 7, seed=0) == flat[8:15]
+    assert grpo_trainer.draw(rows, 17, 6, seed=0) == grpo_trainer.draw(rows, 0, 30, seed=0)[17:23]
     assert grpo_trainer.draw(rows, 0, 20, seed=1) != flat
 
 

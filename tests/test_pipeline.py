@@ -578,6 +578,15 @@ def test_the_limit_on_the_difference_is_twice_as_large_for_samples_that_are_one_
     assert limits == [0.3] + [0.6] * 4
 
 
+def test_the_learning_rate_rises_over_the_warmup_steps(settings, tmp_path):
+    rates = []
+    scene = Scene(trainer_of(settings, tmp_path, lr=1.0, lr_warmup_steps=2, total_steps=3))
+    update = scene.policy.update
+    scene.policy.update = lambda groups, lr, limit: rates.append(lr) or update(groups, lr, limit)
+    metrics = scene.run()
+    assert rates == [line["actor/lr"] for line in metrics[1:]] == [0.5, 1, 1]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -228,6 +228,11 @@ class WithMomentum(Policy):
         return torch.optim.SGD(groups, lr=self.config.lr, momentum=0.9)
 
 
+def test_adamw_gets_its_settings(model):
+    (group,) = policy_of(model, adam_betas=(0.5, 0.7), weight_decay=0.3).optimizer.param_groups
+    assert group["betas"] == (0.5, 0.7) and group["weight_decay"] == 0.3
+
+
 @pytest.mark.slow
 def test_any_optimizer_has_the_steps_learning_rate_and_goes_on_from_a_checkpoint(model, tmp_path):
     model.save_pretrained(tmp_path / "model")
@@ -515,13 +520,16 @@ def test_second_mini_batch_uses_the_log_probabilities_from_before_the_first_upda
     assert metrics["actor/approx_kl"] > 0  # but the policy has changed
 
 
-def test_a_stale_rollout_is_noticed(model):
+@pytest.mark.parametrize("sampler_logprobs", [False, True])
+def test_a_stale_rollout_is_noticed(model, sampler_logprobs):
     stale = warm_start.new_model(model.config.vocab_size, seed=1)
-    assert updated(stale, a_step(model))[1]["rollout/logprob_diff"] > 0.01
+    _, metrics = updated(stale, a_step(model), sampler_logprobs=sampler_logprobs)
+    assert metrics["rollout/logprob_diff"] > 0.01
     samples = a_step(model)
     samples[0].rollout_logprobs[0] = math.nan
     with pytest.raises(RuntimeError, match="logprob_diff nan exceeds --max-logprob-diff 0.01"):
-        policy_of(model).update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
+        policy = policy_of(model, sampler_logprobs=sampler_logprobs)
+        policy.update(groups_of(samples), lr=1.0, max_logprob_diff=0.01)
 
 
 def test_samples_without_verdict_and_groups_without_spread_change_nothing(model):
