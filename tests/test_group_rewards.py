@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -123,9 +124,11 @@ def served(prompt_to_text):
 
 def test_a_listwise_judge_is_asked_once_for_a_group(serve):
     marks = {"good \\boxed{2}": "0.9", "fair \\boxed{2}": ".5", "bad \\boxed{3}": "0"}
+    orders = set()
 
     def judge(prompt):
         shown = sorted(marks, key=prompt.find)  # the order is random
+        orders.add(tuple(shown))
         assert all(f"[Solution {i}]\n\n{text}" in prompt for i, text in enumerate(shown, 1))
         return f"The first ... \\boxed{{{', '.join(marks[text] for text in shown)}}}"
 
@@ -137,6 +140,11 @@ def test_a_listwise_judge_is_asked_once_for_a_group(serve):
     assert of_all(results, "acc") == [True, True, False, False]
     assert of_all(results, "group_status") == ["ok"] * 4
     assert len(set(of_all(results, "group_critique"))) == 1 and "The first" in results[0]["group_critique"]
+
+    for seed in range(4):
+        random.seed(seed)
+        ask(group_rewards.listwise_judge, responses, reward_router_address=server.address)
+    assert len(orders) > 1
 
     asked = len(server.paths)
     test = {"extra_info": {"question": "1+1?", "split": "test"}}

@@ -864,6 +864,10 @@ def test_the_share_for_the_form():
         result = score(solution_str=text, **about)
         assert (result["score"], result["boxed"]) == (pytest.approx(expected), boxed)
     assert score(solution_str=r"\boxed{7}", **about, format_share=0)["score"] == -1.0
+    # A box that a tool wrote is not the policy's.
+    turns = [dict(who="policy", text="ask", tokens=1), dict(who="tool", text=r"\boxed{1234}", tokens=4)]
+    result = score(solution_str=r"ask\boxed{1234}", turns=turns, **about)
+    assert (result["score"], result["boxed"]) == (-1.0, False)
 
 
 def make(*arguments, cwd):

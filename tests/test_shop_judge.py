@@ -139,11 +139,23 @@ def test_rows_show_what_the_judge_is_asked_and_agree_with_the_critiques():
     assert flaws == {"", *shop_world.FLAWS}
 
 
-@pytest.mark.parametrize("verdict, score, agrees", [(-1, 0.91, False), (2, -0.09, True)])
-def test_the_served_judge_decides_the_score_and_the_oracle_measures(verdict, score, agrees):
-    """There are three look-ups. The judge that says -1 overlooks a wrong sum."""
+FORGED = [("policy", "".join(text for _, text in shop_world.write_solution(PROBLEM)))]
+
+
+@pytest.mark.parametrize(
+    "turns, flaw, num_calls, verdict, score, agrees",
+    [
+        (changed("50+7=57", "50+7=59"), "wrong_sum", 3, -1, 0.91, False),
+        (changed("50+7=57", "50+7=59"), "wrong_sum", 3, 2, -0.09, True),
+        # The judge sees a single turn as part 0, whichever of its paragraphs is wrong.
+        (shop_judge.as_turns(FORGED), "made_up", 0, 0, 0.0, True),
+    ],
+)
+def test_the_served_judge_decides_the_score_and_the_oracle_measures(
+    turns, flaw, num_calls, verdict, score, agrees
+):
+    """The judge that says -1 overlooks a wrong sum."""
     prompts = []
-    turns = changed("50+7=57", "50+7=59")
     solution = "".join(turn["text"] for turn in turns)
     info = {"question": str(PROBLEM), "prices": PRICES, "split": "train"}
 
@@ -158,14 +170,13 @@ def test_the_served_judge_decides_the_score_and_the_oracle_measures(verdict, sco
     assert prompts == [shop_judge.critic_prompt(PROBLEM, turns)]
     assert result["score"] == pytest.approx(score) and result["flawed_positive"] == (verdict != -1)
     assert result["agrees"] == agrees and result["oracle_flawed_positive"] and not result["truly_correct"]
-    assert result["calls"] == 3 and result["flawed_wrong_sum"]
+    assert result["calls"] == num_calls and result[f"flawed_{flaw}"]
     # On the test split, where no judge is asked, the oracle's finding is in the flawed-positive rate.
     held_out = shop_judge.compute_score_fapo("shop", solution, "yes", info | {"split": "test"}, None, turns)
     assert averages([asyncio.run(held_out)])["flawed_positive_rate"] == 1.0
 
 
 STATED = shop_world.write_solution(PROBLEM, looks_up=False)
-FORGED = [("policy", "".join(text for _, text in shop_world.write_solution(PROBLEM)))]
 
 
 @pytest.mark.parametrize(
