@@ -926,6 +926,23 @@ def test_a_disk_without_room_for_the_checkpoints_is_noticed_first(tmp_path, mode
     load(prepared(tmp_path / "tied", tied, tokenizer, save_every=1))
 
 
+def test_the_longest_sequence_has_the_longest_prompt_of_all_files(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    (short,) = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    long, longest = copy.deepcopy(short), copy.deepcopy(short)
+    long["prompt"][0]["content"] *= 2
+    longest["prompt"][0]["content"] *= 3
+    pq.write_table(pa.Table.from_pylist([short, long]), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist([short, longest]), tmp_path / "val.parquet")
+    for val_file in ((), (str(tmp_path / "val.parquet"),)):
+        run = grpo_trainer.Run(dataclasses.replace(run.config, val_file=val_file))
+        run.lock.close()
+        rows = run.train_rows + [row for row, _ in run.val_rows]
+        assert run.max_sequence_length == len(rows[-1]["prompt_ids"]) + run.config.max_response_length
+        assert len(rows[-1]["prompt_ids"]) > max(len(row["prompt_ids"]) for row in rows[:-1])
+
+
 @pytest.mark.parametrize(
     "rope_type, boundary", [("longrope", "original_max_position_embeddings"), ("dynamic", None)]
 )

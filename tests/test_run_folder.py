@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 import forked
+import grpo_trainer
 import run_folder
 from policy import Sample
 from run import Run
@@ -69,6 +70,10 @@ def test_validation_metrics_by_hand():
         k.removeprefix("val/a/"): v for k, v in metrics.items() if k.startswith("val/a/")
     } == pytest.approx(expected)
     assert metrics["val/b/mean@4"] == metrics["val/b/pass@4"] == 0
+    # The first vote is wrong, but the majority is right.
+    votes = [("1", 0), ("2", 1), ("2", 1), ("7", 0)]
+    group = [scored(float(acc), {"data_source": "a"}, pred=pred, acc=bool(acc)) for pred, acc in votes]
+    assert validation_metrics([group])["val/a/maj@4"] == 1.0
     # This function does not return `acc`.
     plain = validation_metrics([[scored(0.5, {"data_source": "a"})] * 4])
     assert plain == {"val/a/no_verdict/mean@4": 0.0, "val/a/mean@4": None}
@@ -116,7 +121,7 @@ def test_reward_metrics_by_hand():
                 0.0, acc=True, flawed_positive=True, genrm_status="ok", genrm_shared=1, extra=2.0, mean=7.0
             ),
             scored(-1.0, acc=False, flawed_positive=False, genrm_status="skipped", extra=math.nan),
-            scored(None, acc=True, flawed_positive=None, genrm_status="timeout", genrm_shared=False),
+            scored(None, acc=True, flawed_positive=None, genrm_status="truncated", genrm_shared=False),
         ]
     )
     assert metrics == {
@@ -126,10 +131,51 @@ def test_reward_metrics_by_hand():
         "reward/extra": 2.0,
         "reward/flawed_positive_rate": 0.5,  # one of the two correct answers with a verdict
         "genrm/error_rate": pytest.approx(1 / 3),
-        "genrm/truncated": 0.0,
+        "genrm/truncated": pytest.approx(1 / 3),
         "genrm/asked": 3,
         "genrm/shared": 0.5,  # one function does not return it
     }
+
+
+def test_step_metrics_by_hand():
+    groups = [[scored(1.0), scored(0.0)] for _ in "123"]
+    first, second, third = (group[0] for group in groups)
+    first.advantage, second.token_advantages = -0.5, [0.5, 0.0]  # The third group has no learning signal.
+    second.advantage = third.advantage = 0.0
+    second.response_ids = [1] * 7
+    first.truncated = True
+    turns = [("policy", 2), ("tool", 1), ("user", 1), ("policy", 1)]
+    first.turns = [{"who": who, "text": "", "tokens": tokens} for who, tokens in turns]
+    second.turns = [{"who": "policy", "text": "", "tokens": 7}]
+    first.loss_mask = [True, True, False, False, True]
+    first.tool_seconds = 3.0
+    first.failure, second.failure, third.failure = "error", "timeout", "timeout"
+    batch = grpo_trainer.Batch(3, 1.0, groups=groups, groups_to_train=groups[:2], rounds=2)
+    metrics = run_folder.batch_metrics(batch, config_of(dynamic_sampling=True, rollout_fn="own.py:play"))
+    assert metrics == pytest.approx(
+        {
+            "step": 3,
+            "reward/mean": 0.5,
+            "reward/no_verdict": 0.0,
+            "reward/groups_with_spread": 2 / 3,
+            "response_length/mean": 2.0,
+            "response_length/max": 7,
+            "response_length/clipped": 1 / 6,
+            "perf/tokens": 12,
+            "dynamic/prompts": 3,
+            "dynamic/refills": 1,
+            "dynamic/kept": 2,
+            "rollout/turns": 3 / 6,
+            "rollout/answered_turns": 2 / 6,
+            "rollout/called": 1 / 6,
+            "rollout/observed_tokens": 2 / 6,
+            "rollout/tool_seconds_mean": 0.5,
+            "rollout/tool_seconds_max": 3.0,
+            "rollout/error_rate": 0.5,
+            "rollout/errors": 1,
+            "rollout/timeouts": 2,
+        }
+    )
 
 
 def test_answers_that_no_judge_read_are_not_in_the_flawed_positive_rate():
@@ -262,7 +308,7 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
     samples = [scored(1.0, row, f"line one\nanswer {i}", acc=True) for i, row in enumerate(rows)]
     for i, sample in enumerate(samples):
         sample.response_ids, sample.advantage = [5] * i + [1 if i else 5], None if i == 0 else i / 4
-        sample.truncated = i == 0
+        sample.prompt_ids, sample.truncated = [6, 6], i == 0
     groups = [samples[i : i + 2] for i in range(0, 8, 2)]
     log.samples(4, "train", groups, None)
     log.samples(4, "val", groups, None)
@@ -286,6 +332,18 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
         (None, 1, True),
         (0.25, 2, False),
     ]
+
+
+def test_each_paragraph_has_the_advantage_of_its_first_token(tmp_path):
+    row = {"prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}, "data_source": "a"}
+    sample = scored(1.0, row, "ab\n\nc\n\n", acc=True)
+    sample.response_ids = [*sample.text.encode()]
+    sample.token_advantages = [0.5] * 4 + [-1.0] + [2.0] * 2
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), step=0)
+    log.samples(1, "train", [[sample]], lambda ids: bytes(ids).decode())
+    ((line,), _) = run_folder.read_lines(tmp_path / "samples.jsonl")
+    assert line["paragraph_advantages"] == [0.5, -1.0]
+    assert line["token_advantages"] == [[4, 0.5], [1, -1.0], [2, 2.0]]
 
 
 def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(capsys):

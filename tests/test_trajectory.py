@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -317,7 +318,12 @@ def test_without_room_a_trajectory_ends_even_if_its_function_catches_every_excep
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(never_ends(trajectory))
 
-    for function in (never_ends, in_a_task):
+    async def uses_all_room(trajectory):
+        await trajectory.generate(max_tokens=3)
+        trajectory.insert([20] * trajectory.room)
+        await trajectory.generate()
+
+    for function in (never_ends, in_a_task, uses_all_room):
         samples = rolled_out(function, model, tokenizer, eos_ids=(), length=20)
         assert all(sample.truncated and not sample.failure for sample in samples)
         assert {len(sample.response_ids) for sample in samples} == {20}
@@ -332,6 +338,18 @@ def test_a_response_of_full_length_that_has_ended_is_not_truncated(model, tokeni
         ended = re.search("[1-4]", tokenizer.decode(sample.response_ids))
         assert sample.truncated == (not ended)
     assert any(not sample.truncated for sample in samples)
+
+    async def to_a_letter(trajectory):
+        await trajectory.generate(stop=[*string.ascii_lowercase])
+
+    # The only token of a response is its last one.
+    half = set(range(1, len(tokenizer), 2))
+    letters = {id for id in range(len(tokenizer)) if re.search("[a-z]", tokenizer.decode([id]))}
+    for function, eos_ids, ends in ((to_a_letter, (), letters), (plainly, half, half)):
+        samples = rolled_out(function, model, tokenizer, eos_ids=eos_ids, length=1)
+        for sample in samples:
+            assert sample.truncated == (sample.response_ids[0] not in ends)
+        assert {sample.truncated for sample in samples} == {True, False}
 
 
 FAULTS = {
@@ -2271,6 +2289,19 @@ def test_prices_that_are_stated_or_put_into_the_tools_mouth_are_made_up():
     for function, score in (("compute_score_fapo_oracle", 0.0), ("compute_score_outcome", 1.0)):
         result = getattr(shop_world, function)("shop", forged, "yes", info, as_turns([("policy", forged)]))
         assert result["score"] == score and result["flawed_positive"] and result["flawed_made_up"]
+
+
+@pytest.mark.parametrize("item", ["pears", "hats"])
+def test_each_look_up_costs_and_a_wrong_answer_is_not_punished_twice(item):
+    """An item may be looked up twice, and one that is not traded may be looked up."""
+    problem = shop_problem()
+    turns = as_turns([("policy", f"{item}?"), ("tool", "7"), *shop_world.write_solution(problem)])
+    response = "".join(turn["text"] for turn in turns)
+    info = {"question": str(problem), "prices": problem.prices}
+    for truth, score in (("yes", 0.0), ("no", -1.0)):
+        result = shop_world.compute_score_fapo_oracle("shop", response, truth, info, turns, call_cost=0.03)
+        assert result["score"] == pytest.approx(score - 4 * 0.03) and result["calls"] == 4
+        assert result["flawed_positive"] == (truth == "yes") and result["looked_all_up"]
 
 
 def test_the_tools_tokens_are_masked_from_the_warm_start(tokenizer):
