@@ -140,6 +140,14 @@ def test_truncated_importance_sampling():
         logprobs, old, torch.ones(1), torch.ones(1, 2), 2, rollout_logprobs=rollout, tis_cap=2.0
     )
     assert loss.item() == pytest.approx(-(2.0 + 0.5) / 2)  # weights 4 -> 2 and 0.5
+    # The weights 4 -> 0.5 and 1/8 do not depend on the current policy. There is no lower limit.
+    logprobs, old, mask = torch.tensor([[0.1, 0.1, 0.0]]), torch.zeros(1, 3), torch.tensor([[1, 1, 0]])
+    rollout = torch.tensor([[math.log(0.25), math.log(8.0), 0.0]])
+    loss, sums = compute_policy_loss(
+        logprobs, old, torch.ones(1), mask, 2, rollout_logprobs=rollout, tis_cap=0.5
+    )
+    assert loss.item() == pytest.approx(-math.exp(0.1) * (0.5 + 0.125) / 2)
+    assert sums["tis_capped_tokens"] == 1 and sums["tis_sum"] == pytest.approx(0.625)
 
 
 def losses_of(log_ratios, advantages, lengths, num_tokens=6, **options):
@@ -162,6 +170,8 @@ def test_gspo_by_hand():
     assert grad[1, 0] == 0 and sums["clipped_tokens"] == 1 and sums["loss_tokens"] == 4
     kl = sum(math.exp(x) - 1 - x for x in (0.1, 0.2, 0.3, 0.9))
     assert sums["approx_kl_sum"] == pytest.approx(kl, rel=1e-5)  # a mean over tokens, for every loss
+    # The padding does not count in the sequence's ratio.
+    assert losses_of([[0.3, 0.0, 0.0]], [1.0], [1], **wide)[0] == pytest.approx(-math.exp(0.3), rel=1e-5)
     # The mini-batch has four sequences. With one advantage per token, this is GSPO-token.
     assert losses_of(log_ratios, [2.0, 1.0], [3, 1], num_sequences=4, **wide)[0] == pytest.approx(loss / 2)
     loss, grad, _ = losses_of(log_ratios, [[0.0, 2.0, -1.0], [0.0] * 3], [3, 1], **wide)
@@ -185,6 +195,9 @@ def test_cispo_by_hand():
     assert loss == pytest.approx(-expected / 6, rel=1e-5) and sums["clipped_tokens"] == 2
     assert grad[0].tolist() == pytest.approx([-w / 6 for w in weights[0]], rel=1e-5)
     assert grad[1, 0].item() == pytest.approx(2 * 5 / 6)
+    loss, grad, sums = losses_of([[-2.0]], [1.0], [1], num_tokens=1, loss="cispo", clip_low=0.4)
+    assert loss == pytest.approx(0.6 * 3) and grad.item() == pytest.approx(-0.6)
+    assert sums["clipped_tokens"] == 1
 
 
 def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
@@ -394,6 +407,14 @@ def test_a_function_that_breaks_its_contract_is_rejected_before_the_run(field, c
     file.write_text(f"import torch\n\n\ndef mine({arguments}):\n    {code}\n")
     with pytest.raises(ValueError, match=f"^--{field} {file}:mine: on a small example, .*{why}"):
         config_of(overlong_buffer=0, **{field: f"{file}:mine"}).check()
+
+
+def test_a_clip_range_may_end_at_1():
+    loss = algorithm.loss_function(config_of(clip_low=0.0))
+    losses, is_clipped = loss(
+        torch.zeros(1, 1), torch.full((1, 1), -0.1), -torch.ones(1, 1), torch.ones(1, 1)
+    )
+    assert losses.item() == 1.0 and is_clipped.item()
 
 
 @pytest.mark.parametrize("name", ["clip_low", "clip_high", "clip_c"])

@@ -367,6 +367,7 @@ x<2 \text{ or } x>5 | x<2 \text{ and } x>5
 \ln x=2 | 2
 x_1=2,x_2=3 | x_1=3,x_2=2
 x=2,y=3 | x=3,y=2
+2,3 | x=2,y=3
 x^10 | x^{10}
 x_{12} | x_1 2
 5\text{ ft} | 5\text{ in}
@@ -987,6 +988,7 @@ def score_with(
         ("wrong \\boxed{3}", {}, None, None, "unparsable"),  # the paragraphs are 0, 1 and 2
         ("wrong \\boxed{3}", {"prompt_style": "raw"}, 0.0, True, "ok"),  # the judge numbers the steps itself
         ("no idea", {}, None, None, "unparsable"),
+        ("no idea", {"penalty": 0.0}, None, None, "unparsable"),
         ("\\boxed{2-3}", {}, None, None, "unparsable"),
         ("no idea", {"on_no_verdict": "rule"}, 1.0, False, "unparsable"),
         # A box in it is not a verdict.

@@ -141,6 +141,19 @@ def test_an_advantage_that_a_policy_cannot_compute_with_is_no_verdict():
     assert advantages(group, advantage="dr_grpo") == [None, None]
 
 
+def test_a_lost_verdict_may_make_others_lose_theirs(tmp_path):
+    """This function has no advantage for the best sample of several."""
+    (tmp_path / "own.py").write_text(
+        "def mine(groups):\n"
+        "    rewards_P_G = groups.rewards_P_G\n"
+        "    is_best_P_G = rewards_P_G == rewards_P_G.nan_to_num(-9).amax(1, keepdim=True)\n"
+        "    is_best_P_G &= rewards_P_G.isfinite().sum(1, keepdim=True) > 1\n"
+        "    return rewards_P_G.masked_fill(is_best_P_G, float('nan'))\n"
+    )
+    group = group_of(*[RIGHT | {"score": score} for score in (1.0, 2.0, 3.0)])
+    assert advantages(group, advantage=f"{tmp_path}/own.py:mine") == [1.0, None, None]
+
+
 def test_a_score_that_is_too_large_to_compute_with_is_no_verdict():
     """Its sample would have the advantage 0, and count in the token mean."""
     group = group_of(RIGHT, RIGHT | {"score": 1e301}, WRONG)
@@ -211,6 +224,14 @@ def test_a_samples_token_advantages_end_with_its_response():
     assert group[0].token_advantages == pytest.approx([HALF] * 5, rel=1e-5)
     assert group[1].token_advantages == pytest.approx([0, 0, 0, -HALF], rel=1e-5)
     assert group[1].advantage == group[1].token_advantages[-1]
+    # A positive advantage stays, and a paragraph that is missing counts as the last token.
+    flawed = sample_of(RIGHT | {"first_wrong": 1}, "a\n\nb")
+    missing = sample_of(WRONG | {"first_wrong": 5}, "a\n\nb")
+    set_advantages([[flawed, missing]], config_of(**worked("spare_good_prefix")), decode)
+    assert flawed.token_advantages == pytest.approx([HALF] * 4, rel=1e-5)
+    assert missing.token_advantages == pytest.approx([0, 0, 0, -HALF], rel=1e-5)
+    set_advantages([[flawed, missing]], config_of(), decode)  # Nothing of an earlier call is left.
+    assert flawed.advantage == pytest.approx(HALF, rel=1e-5) and flawed.token_advantages == []
 
 
 OF_THE_REST = """

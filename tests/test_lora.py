@@ -26,7 +26,7 @@ import grpo_trainer
 from played import lines_of
 from policy import Policy
 from rollout import check_sampling
-from tiny import read_again, CPU, a_step, config_of, groups_of, policy_of, with_sgd, write_model
+from tiny import read_again, CPU, a_step, config_of, groups_of, policy_of, weights_of, with_sgd, write_model
 from test_grpo_trainer import prepared, run_config, without_times, workshop  # noqa: F401
 from test_policy import FAMILIES, of_family
 from tools import merge_lora
@@ -44,9 +44,13 @@ def learnt(model, steps=1, **changes):
 
 
 def test_only_adapters_learn_and_what_is_served_computes_the_same(model):
-    """New adapters change nothing. The weights have the same names and shapes as without adapters."""
-    fresh = policy_of(model, lora_rank=4)
+    """New adapters change nothing and depend on the seed alone. The weights have the same names and shapes as
+    without adapters.
+    """
+    fresh, same, other = (policy_of(model, lora_rank=4, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(fresh.model(IDS).logits, model(IDS).logits)
+    assert torch.equal(weights_of(fresh), weights_of(same))
+    assert not torch.equal(weights_of(fresh), weights_of(other))
     policy, _ = learnt(model)
     base = model.state_dict()
     parameters = dict(policy.model.named_parameters())
@@ -77,14 +81,15 @@ def test_frozen_layers_alone_take_half_the_memory_on_a_gpu(model, device, frozen
         assert parameter.dtype == (frozen if is_frozen_layer else torch.float32), name
 
 
-def test_a_layers_weight_is_its_own_plus_alpha_by_rank_times_b_a(model):
-    policy = policy_of(model, lora_rank=4, lora_alpha=12, lora_targets=("v_proj",))
+@pytest.mark.parametrize("lora_alpha, scale", [(12, 3.0), (0, 2.0)])
+def test_a_layers_weight_is_its_own_plus_alpha_by_rank_times_b_a(model, lora_alpha, scale):
+    policy = policy_of(model, lora_rank=4, lora_alpha=lora_alpha, lora_targets=("v_proj",))
     learning = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     assert len(learning) == 2 * 4 and all(".self_attn.v_proj." in name for name in learning)
     layer = "model.layers.2.self_attn.v_proj"
     a, b = (learning[f"{layer}.lora_{which}.default.weight"] for which in "AB")
     torch.nn.init.normal_(b)
-    expected = model.state_dict()[f"{layer}.weight"] + 3.0 * b @ a
+    expected = model.state_dict()[f"{layer}.weight"] + scale * b @ a
     assert torch.allclose(dict(policy.weights())[f"{layer}.weight"], expected, atol=1e-6)
 
 

@@ -49,6 +49,10 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
     assert torch.allclose(got, expected, atol=2e-8)
     assert metrics["actor/loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert metrics["rollout/logprob_diff"] < 1e-5 and metrics["actor/updates"] == 1
+    # A longer gradient is shortened to the maximum norm.
+    limit = metrics["actor/grad_norm"] / 4
+    moved = updated(model, samples, max_grad_norm=limit)[0] - before
+    assert moved.norm().item() == pytest.approx(1e-2 * limit, rel=1e-2)
 
 
 @pytest.mark.parametrize("name, value", [("scale", "null"), ("scale", "1"), ("tis_cap", "1"), ("loss", "1")])
@@ -82,7 +86,9 @@ def test_a_loss_with_a_divergence_is_also_applied_to_samples_with_advantage_0(mo
     assert updated(model, samples, **options)[1] != found[0][1]  # A sample without a verdict is excluded.
     for sample in samples[4:]:
         sample.advantage = 0.0
-    assert updated(model, samples, loss_kwargs='{"beta": 0}', **options)[1]["actor/updates"] == 1
+    for beta, num_updates in ((0, 1), (-1, 2)):
+        loss_kwargs = json.dumps({"beta": beta})
+        assert updated(model, samples, loss_kwargs=loss_kwargs, **options)[1]["actor/updates"] == num_updates
 
 
 ALGORITHMS = [
@@ -188,7 +194,10 @@ def test_a_loss_over_sequences_keeps_its_divisor_with_dr_grpo(model):
     assert torch.equal(losses[0][0], losses[1][0]) and losses[0][1] == losses[1][1]
 
 
-def test_dr_grpo_counts_every_sample_with_a_verdict(model):
+@pytest.mark.parametrize(
+    "options", [{}, dict(advantage="dr_grpo", max_response_length=20), dict(loss="gspo")]
+)
+def test_the_loss_counts_every_sample_with_a_verdict(model, options):
     """Samples with advantage 0 have no gradient but count in the divisor.
 
     Samples without a verdict do not count.
@@ -198,7 +207,7 @@ def test_dr_grpo_counts_every_sample_with_a_verdict(model):
         samples = roll_out(model, [[5, 6, 7]], group_size=4, length=6)
         for sample, advantage in zip(samples, advantages):
             sample.advantage = advantage
-        return updated(model, samples, advantage="dr_grpo", max_response_length=20)[1]["actor/grad_norm"]
+        return updated(model, samples, **options)[1]["actor/grad_norm"]
 
     of_four, of_two = norm(1.0, -1.0, 0.0, 0.0), norm(1.0, -1.0, None, None)
     assert of_four > 1e-3 and of_two == pytest.approx(2 * of_four, rel=1e-4)
@@ -207,7 +216,7 @@ def test_dr_grpo_counts_every_sample_with_a_verdict(model):
 def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by(model):
     """All advantages are 0, so only the bonus changes the policy, and equally with the constant length of Dr.
 
-    GRPO.
+    GRPO. The entropy rises.
     """
     samples = a_step(model)
     for sample in samples:
@@ -215,6 +224,12 @@ def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by
     options = dict(entropy_coef=0.1, max_response_length=1000, max_grad_norm=1e9)
     moved, same = (updated(model, samples, advantage=name, **options)[0] for name in ("grpo", "dr_grpo"))
     assert torch.equal(moved, same) and (moved - weights_of(policy_of(model))).abs().max() > 1e-5
+    policy = with_sgd(policy_of(model, **options))
+    entropies = []
+    for _ in range(2):
+        entropies.append(sum(entropy[mask].sum().item() for _, _, entropy, mask in policy.forward(samples)))
+        policy.update(groups_of(samples), lr=1.0)
+    assert entropies[1] > entropies[0] + 0.01
 
 
 class WithMomentum(Policy):
@@ -526,6 +541,12 @@ def test_a_stale_rollout_is_noticed(model, sampler_logprobs):
     _, metrics = updated(stale, a_step(model), sampler_logprobs=sampler_logprobs)
     assert metrics["rollout/logprob_diff"] > 0.01
     samples = a_step(model)
+    for sample in samples:  # Differences of opposite signs do not cancel.
+        for number in range(len(sample.rollout_logprobs)):
+            sample.rollout_logprobs[number] += 0.5 * (-1) ** number
+    _, metrics = updated(model, samples, sampler_logprobs=sampler_logprobs)
+    assert metrics["rollout/logprob_diff"] == pytest.approx(0.5, rel=1e-3)
+    samples = a_step(model)
     samples[0].rollout_logprobs[0] = math.nan
     with pytest.raises(RuntimeError, match="logprob_diff nan exceeds --max-logprob-diff 0.01"):
         policy = policy_of(model, sampler_logprobs=sampler_logprobs)
@@ -572,6 +593,13 @@ def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_
     assert (
         at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
     )
+    # It is a mean over tokens, also with the constant length of Dr. GRPO.
+    options = dict(model=str(tmp_path), kl_coef=1.0, max_grad_norm=1e9, max_response_length=1000)
+    mean, same = (
+        with_sgd(policy_of(moved, advantage=name, **options)).update(groups_of(samples), lr=0.0)
+        for name in ("grpo", "dr_grpo")
+    )
+    assert mean["actor/grad_norm"] == same["actor/grad_norm"] > 1e-3
 
 
 def test_truncated_importance_sampling_weighs_the_update(model):
@@ -1221,7 +1249,8 @@ def test_the_logged_gradient_norm_is_the_mean_over_updates(model):
     assert norms[0] > 2 * norms[1] > 0 and norms[2] == pytest.approx((norms[0] + norms[1]) / 2, rel=1e-4)
 
 
-def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_path):
+@pytest.mark.parametrize("sampler_logprobs", [False, True])
+def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_path, sampler_logprobs):
     """Compare with exp(d) - d - 1, computed from the log-probabilities of both models over 2 + 8 tokens."""
     moved = copy.deepcopy(model)
     with torch.no_grad():
@@ -1240,7 +1269,8 @@ def test_the_logged_kl_is_the_mean_over_tokens_of_all_mini_batches(model, tmp_pa
         difference = of_models[0] - of_models[1]
         kl += (difference.exp() - difference - 1).sum().item()
     model.save_pretrained(tmp_path)  # this is the reference
-    policy = with_sgd(policy_of(moved, model=str(tmp_path), kl_coef=1.0, mini_batch_size=1))
+    options = dict(kl_coef=1.0, mini_batch_size=1, sampler_logprobs=sampler_logprobs)
+    policy = with_sgd(policy_of(moved, model=str(tmp_path), **options))
     metrics = policy.update([[sample] for sample in samples], lr=0.0)
     assert kl > 0.01 and metrics["actor/kl_to_reference"] == pytest.approx(kl / 10, rel=1e-3)
 
