@@ -34,7 +34,7 @@ import grpo_trainer
 import reward_loop
 import run_folder
 from toy import toy_world, warm_start
-from played import lines_of, server, without_ray
+from played import lines_of, rows, server, toy_config, without_ray
 from policy import Policy, RanksLost, Sample
 from run import Interrupts, Run
 from command_line import GROUPS, help_texts
@@ -52,6 +52,44 @@ def test_every_epoch_is_a_shuffle_and_a_draw_depends_on_its_place_alone():
     assert grpo_trainer.draw(rows, 8, 7, seed=0) == flat[8:15]
     assert grpo_trainer.draw(rows, 17, 6, seed=0) == grpo_trainer.draw(rows, 0, 30, seed=0)[17:23]
     assert grpo_trainer.draw(rows, 0, 20, seed=1) != flat
+
+
+def test_a_sample_is_scored_with_its_row_text_length_and_turns():
+    sample = Sample({"prompt": "?"}, [1, 2], [5, 6, 7], text="so", info={"seen": 1})
+    row = {"prompt": "?", "response": "so", "response_length": 3, "rollout_info": {"seen": 1}, "step": 4}
+    assert grpo_trainer.scoring_row(sample, 4) == row | {"turns": [{"who": "policy", "text": "so"}]}
+    sample.turns = [{"who": "policy", "text": "s", "tokens": 2}, {"who": "tool", "text": "o", "tokens": 1}]
+    assert grpo_trainer.scoring_row(sample, 4) == row | {"turns": sample.turns}
+
+
+def test_every_round_has_other_random_numbers_and_every_evaluation_the_same(monkeypatch, tmp_path):
+    """No answer is right, so that every step with dynamic sampling has three rounds."""
+    without_ray(monkeypatch)
+    asked = []
+
+    def rollout_hf(model, samples, *, seed, temperature, top_p, on_finished, **options):
+        asked.append((seed, temperature, top_p, len(samples)))
+        for sample in samples:
+            sample.response_ids, sample.rollout_logprobs = [5], [-1.0]
+            on_finished(sample)
+
+    monkeypatch.setattr(grpo_trainer, "rollout_hf", rollout_hf)
+    monkeypatch.setattr(Policy, "update", lambda policy, *_: {"actor/updates": 0})
+    seeds = []
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        options = dict(dynamic_sampling=True, max_refills=2, train_batch_size=2, group_size=3, seed=seed)
+        options |= dict(val_every=1, val_n=2, val_temperature=0.6, val_top_p=0.8, val_greedy=True)
+        options |= dict(temperature=1.1, mini_batch_size=2, val_file=(rows(folder / "val.jsonl", 5, "test"),))
+        grpo_trainer.train(toy_config(folder, **options))
+        evaluation = [(seed, 0.6, 0.8, 10), (seed, 0.0, 0.8, 5)]
+        training = [one for one in asked if one not in evaluation]
+        assert asked == [*evaluation, *training[:3], *evaluation, *training[3:], *evaluation]
+        assert [one[1:] for one in training] == [(1.1, 1.0, 6)] * 6
+        seeds += [one[0] for one in training]
+        asked.clear()
+    assert len(set(seeds)) == 12
 
 
 def scored(score, penalty=0.0, **info):
@@ -75,6 +113,7 @@ def test_a_group_teaches_where_scores_differ():
     good, bad, silent = scored(1.0, acc=True), scored(-1.0, acc=False), scored(None, acc=True)
     assert teaches([good, bad, silent])
     assert not teaches([good, good, silent]) and not teaches([bad, bad]) and not teaches([good, silent])
+    assert teaches([good, scored(0.98, acc=True)], advantage="dr_grpo")  # A small difference counts.
     # The length penalty does not matter.
     late = [good, scored(1.0, penalty=-0.5, acc=True)]
     assert not teaches(late)

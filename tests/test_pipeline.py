@@ -7,6 +7,7 @@ when a test decides, and begin with the version of the weights that sampled them
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import json
 import os
 import signal
@@ -235,7 +236,10 @@ class SeesGroups(PlayedRewards):
     def submit_group(self, samples):
         rows = {sample["extra_info"]["index"] for sample in samples}
         self.came.append((samples[0]["step"], rows, [sample["response"] for sample in samples]))
-        return super().submit_group(samples)
+        futures = super().submit_group(samples)
+        for sample, future in zip(samples, futures):
+            future.result()["reward_extra_info"]["scored"] = sample["response"]
+        return futures
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -250,11 +254,16 @@ def test_a_group_is_on_its_way_the_moment_its_last_sample_has_ended(settings, tm
             await asyncio.sleep(0.05)  # the last sample of a group ends later than the others
 
     scene = Scene(trainer_of(settings, tmp_path, overlap=overlap, total_steps=2), generate, rewards=rewards)
+    texts = itertools.count()
+    scene.trainer.decode = lambda ids: str(next(texts))  # Each response has another text.
     scene.run()
     for step, samples in scene.trained.items():
         rows = [sample.row["extra_info"]["index"] for sample in samples[::4]]
         came = [rows_ for step_, rows_, _ in rewards.came if step_ == step]
         assert came[-1] == {rows[0]} and sorted(came, key=min) == sorted(({row} for row in rows), key=min)
+        for sample in samples:  # Each has the result of its own response.
+            assert sample.result["reward_extra_info"]["scored"] == sample.text
+        assert len({sample.text for sample in samples}) == PER_STEP
     assert all(len(responses) == 4 for *_, responses in rewards.came) and len(rewards.came) == 2 * 4
 
 

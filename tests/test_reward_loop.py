@@ -1185,7 +1185,7 @@ def test_what_verl_always_sets_is_there(tmp_path):
     file.write_text(
         "def rule(data_source, solution_str, ground_truth, extra_info):\n"
         "    rewards = extra_info['rollout_reward_scores']\n"
-        "    return float(extra_info['num_turns'] + len(rewards))\n"
+        "    return float(extra_info['num_turns'] + len(rewards) + 100 * extra_info.get('step', 0))\n"
     )
     turns = [{"who": "policy", "text": "one"}] * 4
     samples = [sample("one"), sample("one", num_turns=6), sample("one", turns=turns)]
@@ -1193,8 +1193,16 @@ def test_what_verl_always_sets_is_there(tmp_path):
     stored = {"num_turns": None, "rollout_reward_scores": [1.0]}
     samples += [one | {"extra_info": stored} for one in samples]
     samples.append(samples[-1] | {"rollout_info": {"num_turns": 9}})  # what a rollout function stored
+    samples.append(sample("one", step=3, extra_info={"step": 7}))  # A run adds its step.
     scores = [result["reward_score"] for result in score_here(samples, f"{file}:rule")]
-    assert scores == [2.0, 6.0, 5.0] * 2 + [9.0]
+    assert scores == [2.0, 6.0, 5.0] * 2 + [9.0, 302.0]
+
+
+def test_samples_of_a_group_have_the_same_prompt_source_label_and_number():
+    one = {"prompt": "?", "data_source": "a", "reward_model": {"ground_truth": "1"}}
+    others = [{"prompt": "!"}, {"data_source": "b"}, {"reward_model": {"ground_truth": "2"}}, {"group": 1}]
+    rows = [one, *(one | other for other in others)]
+    assert reward_loop.by_group([*rows, *rows]) == [[number, number + 5] for number in range(5)]
 
 
 def test_a_loopback_address_is_rejected_if_workers_are_on_other_machines(start, local_ray, monkeypatch):

@@ -150,7 +150,7 @@ def test_sampling_follows_the_distribution_and_top_p():
 # ---- on vLLM servers
 
 
-PARAMETERS = {"temperature": 1.0, "top_p": 1.0, "logprobs": 0, "stop_token_ids": [1], "ignore_eos": True}
+PARAMETERS = {"temperature": 0.6, "top_p": 0.9, "logprobs": 0, "stop_token_ids": [1], "ignore_eos": True}
 PARAMETERS |= {"max_tokens": 9}
 ASKED = {  # whether the servers have the token endpoint -> what they get
     False: ("/v1/completions", PARAMETERS | {"prompt": [5, 6], "return_token_ids": True}),
@@ -212,7 +212,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     )
     (sample,), settings = (
         samples_of([[5, 6]], 1),
-        dict(max_response_length=9, temperature=1.0, eos_ids={1}, rollout_batch_size=1, stop=stop),
+        dict(max_response_length=9, temperature=0.6, top_p=0.9, eos_ids={1}, rollout_batch_size=1, stop=stop),
     )
     if script[-1] != "fine":
         failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}

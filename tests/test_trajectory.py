@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import gc
 import json
@@ -269,6 +270,18 @@ def test_a_turn_stops_at_the_stop_text_that_ends_first():
     assert trajectories.first_stop("ab=c", ("b=c", "=")) == "=" and trajectories.first_stop("ab", "c") is None
 
 
+def test_a_stop_text_may_consist_of_several_tokens(model, tokenizer):
+    def sampled(**stop):
+        async def one_turn(trajectory):
+            await trajectory.generate(**stop)
+
+        (sample,) = rolled_out(one_turn, model, tokenizer, new_groups([[5, 6, 7]], 1), 8, eos_ids=())
+        return sample.response_ids
+
+    ids = sampled()
+    assert sampled(stop=tokenizer.decode(ids[2:4])) == ids[:4]
+
+
 def test_each_turn_of_a_round_has_its_own_limit(model, tokenizer):
     async def limits(trajectory):
         await trajectory.generate(max_tokens=2 + 5 * trajectory.number)
@@ -300,6 +313,20 @@ def test_experts_insert_tokens_as_they_are(model, tokenizer):
     assert sample.response_ids[2:] == [20, 21, 1] and sample.info == {"room": 4}
     assert sample.loss_mask == [True, True, False, False, False]
     assert sample.turns[1] == {"who": "user", "text": "hm", "tokens": 3} and not sample.failure
+
+
+def test_each_round_and_each_seed_has_other_random_numbers(model, tokenizer):
+    """With equal probabilities, a token depends on its random number alone."""
+    uniform = copy.deepcopy(model)
+    torch.nn.init.zeros_(uniform.lm_head.weight)
+
+    async def four_rounds(trajectory):
+        for _ in range(4):
+            await trajectory.generate(max_tokens=1)
+
+    first, other = (rolled_out(four_rounds, uniform, tokenizer, eos_ids=(), seed=seed) for seed in (7, 8))
+    of_rounds = [*zip(*(sample.response_ids for sample in first + other))]
+    assert len(set(of_rounds)) == 4 and len({sample.seed for sample in first + other}) == 2 * len(PROMPTS)
 
 
 # ---- what ends a trajectory
