@@ -193,6 +193,22 @@ def test_answers_that_no_judge_read_are_not_in_the_flawed_positive_rate():
     assert metrics["reward/flawed_positive_rate"] == 1.0
 
 
+def test_which_samples_need_a_verdict():
+    """A wrong answer needs none from a judge. A sample without a score needed one, whatever its status is."""
+    samples = [
+        scored(1.0, acc=True, genrm_status="ok"),
+        scored(None, acc=True, genrm_status="timeout"),
+        scored(None, acc=False, genrm_status="skipped"),
+        scored(1.0, acc=True),
+        scored(-1.0, acc=False),
+        scored(1.0, acc=True, genrm_status="skipped"),
+        scored(-1.0, acc=False, genrm_status="skipped"),
+        scored(-1.0, acc=False, genrm_status="timeout"),
+    ]
+    counts = run_folder.verdict_counts(sample.result for sample in samples)
+    assert counts == {"samples": 8, "needed": 5, "missing": 2}
+
+
 def test_odd_values_of_a_reward_function_end_no_run():
     """Whatever a function returns under another key, it is excluded from the metrics if it has no mean."""
     odd = ["text", 10**400, ["list"], {"a": 1}, None, math.nan, 1e308, 1e308]
@@ -335,14 +351,15 @@ def test_samples_are_whole_groups_limited_per_data_source(tmp_path):
 
 
 def test_each_paragraph_has_the_advantage_of_its_first_token(tmp_path):
-    row = {"prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}, "data_source": "a"}
+    prompt = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "So"}]
+    row = {"prompt": prompt, "reward_model": {"ground_truth": "4"}, "data_source": "a"}
     sample = scored(1.0, row, "ab\n\nc\n\n", acc=True)
     sample.response_ids = [*sample.text.encode()]
     sample.token_advantages = [0.5] * 4 + [-1.0] + [2.0] * 2
     log = run_folder.Log(config_of(out_dir=str(tmp_path)), step=0)
     log.samples(1, "train", [[sample]], lambda ids: bytes(ids).decode())
     ((line,), _) = run_folder.read_lines(tmp_path / "samples.jsonl")
-    assert line["paragraph_advantages"] == [0.5, -1.0]
+    assert line["prompt"] == "2+2?" and line["paragraph_advantages"] == [0.5, -1.0]
     assert line["token_advantages"] == [[4, 0.5], [1, -1.0], [2, 2.0]]
 
 

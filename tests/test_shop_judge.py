@@ -137,6 +137,9 @@ def test_rows_show_what_the_judge_is_asked_and_agree_with_the_critiques():
         assert scores.parse_critique(shop_judge.write_critique(problem, turns), len(turns)) == label
         flaws.add(row["extra_info"]["flaw"])
     assert flaws == {"", *shop_world.FLAWS}
+    # The judge sees a single turn as part 0, whichever of its paragraphs is wrong.
+    row = shop_judge.critic_row(PROBLEM, shop_judge.as_turns(FORGED), "train", 0)
+    assert row["reward_model"]["ground_truth"] == 0 and row["extra_info"]["total_steps"] == 1
 
 
 FORGED = [("policy", "".join(text for _, text in shop_world.write_solution(PROBLEM)))]
@@ -186,6 +189,7 @@ STATED = shop_world.write_solution(PROBLEM, looks_up=False)
         (changed("50+7=57", "50+7=59"), 0.91),  # The rule does not add.
         (changed("50+7=57", "50+8=58"), -0.09),
         (changed("yes", "no"), -1.09),
+        (changed("yes", "no")[2:], -1.06),  # A wrong answer is not punished twice.
         (shop_judge.as_turns(STATED), 0.0),
         (shop_judge.as_turns(FORGED), 0.0),
         (changed("", "")[2:], -0.06),  # The first price was not looked up.
