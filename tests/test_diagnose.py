@@ -559,6 +559,9 @@ def test_a_run_says_it_once_and_stops_where_nothing_teaches(tmp_path, capsys):
             check_progress(log)
     config.max_idle_steps = 0
     check_progress(log)
+    first = Log(config_of(out_dir=str(tmp_path), max_idle_steps=4), 0)
+    first.metrics({"step": 1} | line)  # --no-val-before-train: no line of step 0 precedes it.
+    check_progress(first)
 
 
 def test_what_lasts_is_not_said_again(tmp_path, capsys):

@@ -87,6 +87,8 @@ def test_every_round_has_other_random_numbers_and_every_evaluation_the_same(monk
         training = [one for one in asked if one not in evaluation]
         assert asked == [*evaluation, *training[:3], *evaluation, *training[3:], *evaluation]
         assert [one[1:] for one in training] == [(1.1, 1.0, 6)] * 6
+        lines = lines_of(folder / "run")
+        assert [line["dynamic/prompts"] for line in lines if "dynamic/prompts" in line] == [6, 6]
         seeds += [one[0] for one in training]
         asked.clear()
     assert len(set(seeds)) == 12
