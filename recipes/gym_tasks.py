@@ -24,6 +24,7 @@ EVALUATES = "its verifier evaluates the answer as Python code"
 PARSES = EVALUATES + " (sympy's parse_expr)"
 HANGS = "its verifier hangs on short answers such as "
 NOT_REPRODUCIBLE = "its problems depend on PYTHONHASHSEED, so they cannot be regenerated from seed and index"
+NOT_SEEDED = "some of its problems do not depend on the seed alone, so they cannot be regenerated"
 # Rejected tasks and the reasons, as of reasoning-gym 0.1.25.
 REJECTED = {
     "binary_matrix": EVALUATES,
@@ -45,6 +46,8 @@ REJECTED = {
     "ransom_note": NOT_REPRODUCIBLE,
     "word_ladder": NOT_REPRODUCIBLE,
     "propositional_logic": "its premises may contradict each other, and then every conclusion is right",
+    "codeio": NOT_SEEDED,
+    "list_functions": NOT_SEEDED,
     "composite": "it only combines other tasks",
 }
 # Exceptions that verifiers raise if they cannot parse an answer.
