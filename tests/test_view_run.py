@@ -282,13 +282,23 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     "measured, samples, note",
     [
         ({"reward/acc": 0.5}, [SILENT], ""),
-        ({"val/toy/mean@1": 0.5}, [{}, SILENT, SILENT], "step 1 has {}; 2 of 3 {}no_verdict"),
+        ({"val/toy/mean@1": 0.5}, [{}, SILENT, SILENT], "step 1 has {}; 2 of 3 {}timeout"),
         (
             {},
             [SILENT | {"info": {"error": "IndexError: 7\n\x1b[2J"}}],
             "step 1 has {}; 1 of 1 {}IndexError: 7",
         ),
         ({}, [SILENT | {"info": {"genrm_error": "HTTP 500"}}], "step 1 has {}; 1 of 1 {}HTTP 500"),
+        (
+            {},
+            [SILENT | {"info": {"genrm_error": "", "genrm_status": "truncated"}}],
+            "step 1 has {}; 1 of 1 {}truncated",
+        ),
+        (
+            {},
+            [SILENT | {"status": "ok", "info": {}}],
+            "step 1 has {}; 1 of 1 {}the function returned no score",
+        ),
         ({"reward/acc": 0.5}, [{"split": "val"}], "the evaluation after step 1 has {}"),
         ({"reward/acc": 0.5, "val/toy/mean@1": 0.5}, [{"split": "val"}], ""),
     ],

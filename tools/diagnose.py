@@ -491,8 +491,11 @@ def unfinished_step(lines: list[dict], samples: list[dict]) -> str:
     silent = [sample for sample in newest if sample["reward_score"] is None]
     if silent:
         info = silent[0]["reward_extra_info"]
-        why = printable(str(info.get("error") or info.get("genrm_error") or silent[0]["status"]))
-        text += f"; {len(silent)} of {len(newest)} logged samples have no verdict, the first: {why}"
+        why = info.get("error") or info.get("genrm_error") or info.get("genrm_status") or silent[0]["status"]
+        if why == "ok":
+            why = "the function returned no score"
+        text += f"; {len(silent)} of {len(newest)} logged samples have no verdict, the first: "
+        text += printable(str(why))
     return text
 
 
