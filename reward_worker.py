@@ -276,9 +276,12 @@ class Scorer:
         self.changed = ""  # which of these files had changed before its import
         self.check_imports()
         if job.tokenizer:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
             tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+            # As in causal_lm.load_tokenizer: the class for tekken.json ignores the folder's chat template.
+            if type(tokenizer).__name__ == "MistralCommonBackend":
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(job.tokenizer, fix_mistral_regex=True)
             # Transformers 5 returns a dict, but functions written for verl expect token ids, as in version 4.
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
             self.function = partial(self.function, reward_model_tokenizer=tokenizer)

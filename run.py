@@ -419,13 +419,13 @@ class Run:
         with self.resources:
             if error is not None:
                 self.save_after_failure()
-                if isinstance(error, Exception):  # After Ctrl-C, the run ends at once.
-                    # The error that stopped the run says more than an error of the page.
-                    with contextlib.suppress(Exception, KeyboardInterrupt):
-                        self.write_page()
             elif not self.config.dry_run:
                 self.finish()
                 self.result = Path(self.resume_from)
+        if isinstance(error, Exception):  # After Ctrl-C, the run ends at once.
+            # The error that stopped the run says more than an error of the page.
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                self.write_page()
 
     def remaining_steps(self, evaluate):
         """Yield the number of each remaining step, and call evaluate(run) whenever an evaluation is due.
@@ -780,7 +780,8 @@ def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list
                 print(f"{path}: the chat template ignores the column tools, so the policy does not see them")
             break
     for row in kept:
-        if len(row["prompt"]) > 1 and row["prompt"][-1]["role"] == "assistant":
+        roles = [message["role"] for message in row["prompt"]]
+        if len(roles) > 1 and roles[-1] == "assistant" != roles[-2]:
             with contextlib.suppress(ValueError):  # Without this message, the prompt may be invalid.
                 check_continued(row, tokenizer, options)
             break

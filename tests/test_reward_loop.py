@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -1334,12 +1335,19 @@ def test_discriminative_model_without_a_function(serve, tokenizer, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tokenizers_give_token_ids_as_functions_for_verl_expect(tokenizer, tmp_path):
+@pytest.mark.parametrize("has_tekken", [False, True])
+def test_tokenizers_give_token_ids_as_functions_for_verl_expect(tokenizer, tmp_path, has_tekken):
+    """A folder's own chat template is used, also next to the tekken.json of a Mistral model."""
+    if has_tekken:
+        from tiny import add_tekken  # here, because it imports torch
+
+        tokenizer = shutil.copytree(tokenizer, tmp_path / "mistral")
+        add_tekken(tokenizer)
     body = "def ask(solution_str, reward_model_tokenizer, **_):\n"
     body += "    messages = [{'role': 'user', 'content': solution_str}]\n"
     body += "    ids = reward_model_tokenizer.apply_chat_template(messages, tokenize=True)\n"
     body += "    return {'score': 1.0, 'ids': ids}\n"
-    options = {"router_address": ("127.0.0.1:1",), "reward_model_tokenizer": tokenizer}
+    options = {"router_address": ("127.0.0.1:1",), "reward_model_tokenizer": str(tokenizer)}
     (result,) = score_here([sample("hello")], write_function(tmp_path, body), **options)
     assert result["reward_extra_info"]["ids"] == [0, 1]
 

@@ -1,6 +1,5 @@
 """What a run reads, and its messages about invalid input."""
 
-import base64
 import contextlib
 import copy
 import dataclasses
@@ -31,7 +30,7 @@ from policy import Policy, RanksLost, Sample
 from rollout import model_files
 from run import load_rows
 from test_grpo_trainer import judged, prepared, run_config, scored
-from tiny import a_step, config_of, groups_of, worked
+from tiny import a_step, add_tekken, config_of, groups_of, worked
 from toy import toy_world
 from weight_sync import WeightFolder
 
@@ -432,6 +431,12 @@ def test_a_template_that_changes_the_answer_that_a_row_begins_is_reported(
     assert ends in said and said.count("\n") == bool(ends)
 
 
+def test_two_messages_of_the_assistant_at_the_end_are_continued_without_a_word(tmp_path, tokenizer, capsys):
+    answers = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    rows_of(tmp_path, tokenizer, CHATML, prompt=[ASKED, *answers])
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("before", [[], [{"role": "human", "content": "Go on"}]])
 def test_a_beginning_that_cannot_be_compared_is_continued(tmp_path, tokenizer, before):
     """The template rejects the messages before it, or there are none."""
@@ -822,15 +827,7 @@ def test_a_tokenizer_beside_tekken_json_keeps_its_chat_template(tmp_path, model,
     plain = prepared(tmp_path, model, tokenizer)
     plain.lock.close()
     folder = tmp_path / "model"
-    about = json.loads((folder / "config.json").read_text()) | {"model_type": "mistral"}
-    (folder / "config.json").write_text(json.dumps(about))
-    tokens = []
-    for byte in range(256):
-        letter = base64.b64encode(bytes([byte])).decode()
-        tokens.append({"rank": byte, "token_bytes": letter, "token_str": None})
-    shape = dict(pattern=".+", version="v3", num_vocab_tokens=256)
-    shape |= dict(default_vocab_size=1256, default_num_special_tokens=1000)
-    (folder / "tekken.json").write_text(json.dumps({"config": shape, "vocab": tokens}))
+    add_tekken(folder)
     assert AutoTokenizer.from_pretrained(folder).chat_template is None
     run = grpo_trainer.Run(plain.config)
     run.lock.close()

@@ -1,5 +1,6 @@
 """Tiny policies and steps of samples for several test files."""
 
+import base64
 import json
 import math
 import tempfile
@@ -118,6 +119,20 @@ def write_model(folder: Path, model, tokenizer) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def add_tekken(folder: Path) -> None:
+    """Add a tekken.json to a folder, and a type of models whose tokenizer transformers reads from it."""
+    config = folder / "config.json"
+    about = json.loads(config.read_text()) if config.exists() else {}
+    config.write_text(json.dumps(about | {"model_type": "mistral"}))
+    tokens = []
+    for byte in range(256):
+        letter = base64.b64encode(bytes([byte])).decode()
+        tokens.append({"rank": byte, "token_bytes": letter, "token_str": None})
+    shape = dict(pattern=".+", version="v3", num_vocab_tokens=256)
+    shape |= dict(default_vocab_size=1256, default_num_special_tokens=1000)
+    (folder / "tekken.json").write_text(json.dumps({"config": shape, "vocab": tokens}))
 
 
 def read_again(policy, folder: Path):
