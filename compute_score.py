@@ -1157,7 +1157,8 @@ async def _check_name(address, model):
 
 
 # Finish reasons of incomplete answers, of vLLM and several APIs. Any other reason means a complete answer.
-ABORTED = ("abort", "error", "content_filter", "insufficient_system_resource", "repetition")
+CUT_OFF = ("length", "model_length", "content_filter", "repetition")
+ABORTED = ("abort", "error", "insufficient_system_resource")  # Another attempt may be complete.
 
 
 def _read_reply(reply):
@@ -1182,7 +1183,7 @@ def _read_reply(reply):
         end = choice.get("finish_reason")
         message = choice["message"]
         is_aborted = end in ABORTED
-        if end == "length" or is_aborted:  # Some servers then leave out the content or the message.
+        if is_aborted or end in CUT_OFF:  # Some servers then leave out the content or the message.
             status = "truncated"
             message = {"content": None} | (message or {})
         text = message["content"] or ""  # null if a reasoning parser found no final answer

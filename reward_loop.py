@@ -223,7 +223,7 @@ class RewardOptions:
 def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     """Load the reward function and select its arguments. Raise ValueError if it does not accept them."""
     tokenizer = options.reward_model_tokenizer
-    if tokenizer and not Path(tokenizer).is_dir() and not re.fullmatch(r"[\w-][^/]*/[^/]+", tokenizer):
+    if tokenizer and not Path(tokenizer).is_dir() and not re.fullmatch(r"[\w-][^/]*(/[^/]+)?", tokenizer):
         raise ValueError(
             f"--reward-model-tokenizer {tokenizer}: must be a folder with a tokenizer, or a Hub name"
         )
@@ -1053,7 +1053,7 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
 
         servers = len(options.genrm) * options.genrm_servers
         cpus = ray.cluster_resources().get("CPU", 0)
-        if servers * placement.SERVER_CPUS > cpus - WORKER_CPUS:
+        if cpus and servers * placement.SERVER_CPUS > cpus - WORKER_CPUS:  # Without any, nodes join later.
             raise ValueError(
                 f"--genrm-servers {options.genrm_servers}: {servers} servers with {placement.SERVER_CPUS} "
                 f"CPUs each leave none of the Ray cluster's {cpus:g} CPUs for the reward workers; start "

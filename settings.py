@@ -239,11 +239,12 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         if self.rollout == "hf":
             of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
             check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
-        if re.search("--kv.(transfer|offloading.backend)", self.rollout_vllm_args):
+        found = re.search("--kv.(transfer.config|offloading.backend(?![= ]+native))", self.rollout_vllm_args)
+        if found:
             raise ValueError(
-                f"--rollout-vllm-args {self.rollout_vllm_args!r}: vLLM cannot empty every store of keys and "
-                "values, so those of old weights would be used after an update; pass --kv-offloading-size "
-                "GB alone, which keeps them in the CPU's memory"
+                f"--rollout-vllm-args {found[0]}: vLLM cannot empty every store of keys and values, so those "
+                "of old weights would be used after an update; pass --kv-offloading-size GB alone, which "
+                "keeps them in the CPU's memory"
             )
         if self.rollout == "hf" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
             self.resolved(0)  # This checks that the policy is in the trainer's process.

@@ -1003,6 +1003,7 @@ def score_with(
         (completion("\\boxed{-1}", "abort"), {}, None, None, "truncated"),  # vLLM was put to sleep
         (completion("\\boxed{0}, let me ch", "content_filter"), {}, None, None, "truncated"),
         ({"choices": [{"message": None, "finish_reason": "content_filter"}]}, {}, None, None, "truncated"),
+        (completion("\\boxed{0}", "model_length"), {}, None, None, "truncated"),
         (completion("\\boxed{0}", "error"), {}, None, None, "truncated"),
         (completion("\\boxed{0}", "insufficient_system_resource"), {}, None, None, "truncated"),  # DeepSeek
         (completion("\\boxed{-1}", "end_turn"), {}, 1.0, False, "ok"),  # complete, in another API's words
@@ -1928,8 +1929,10 @@ def test_a_failure_is_not_shared(failure):
     assert sorted(others, key=str) == [("ok", "fine", 4)] + [("ok", "fine", None)] * 6
 
 
-def test_an_answer_that_was_cut_at_the_limit_is_shared():
-    judge = Judge(completion("so far", "length"))
+@pytest.mark.parametrize("reason", ["length", "content_filter", "repetition"])
+def test_an_answer_that_was_cut_at_the_limit_is_shared(reason):
+    """Each repetition of the request would be cut off as well."""
+    judge = Judge(completion("so far", reason))
     answers = answers_of(judge, *[{"temperature": 0} for _ in range(8)])
     assert len(judge.requests) == 1 and {answer[:2] for answer in answers} == {("truncated", "so far")}
 

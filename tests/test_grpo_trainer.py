@@ -1353,8 +1353,11 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(val_every=-1), "--val-every -1: must be at least 0"),
         (dict(keep_checkpoints=-1), "--keep-checkpoints -1: must be at least 0"),
         (dict(rollout_vllm_args="--a 'b"), '--rollout-vllm-args "--a \'b": cannot be split'),
-        (dict(rollout_vllm_args="--kv-offloading-backend=lmcache"), "pass --kv-offloading-size"),
-        (dict(rollout_vllm_args="--kv_transfer_config '{}'"), "pass --kv-offloading-size"),
+        (dict(rollout_vllm_args="--kv-offloading-backend=lmcache"), "-args --kv-offloading-backend: vLLM"),
+        (
+            dict(rollout_vllm_args="--hf-token secret --kv_transfer_config '{}'"),
+            "--rollout-vllm-args --kv_transfer_config: vLLM cannot empty",
+        ),
         (
             dict(overlong_buffer=9),
             "--overlong-buffer 9: must be between 1 and --max-response-length 8; pass 0 to turn off",
