@@ -235,15 +235,15 @@ START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{
 (?<![a-zA-Z\\])mph\b                        → miles/h
 (?<=[\d})i])m(?=/s\b)                       → meters
 # A row separator at the end of a matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
-# In a list such as "Ann is 5, Bob is 3", the words are names, so they stay.
+# In a list such as "Ann is 5, Bob is 3", the words are names, so they stay before a tab.
 \\\\(?=\\end)                               →
 \\\$(-?\d[\d.]*)(?:\\\$)?                   → \1dollars
 (?<=\d)\\\$(?=$|/)                          → dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2
 cubic~([a-z]+)$                             → \1^3
 ~old$                                       →
-\A(?!(?s:.*\n).*\b(?:is|are)[\d\\(-])(?!.*NEGATION)[a-zA-Z~]*\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* →
-^(?:Option)?\(?([A-J])\)?:?$                → \1
+^(?!.*NEGATION)(?:[Tt]he~)?([a-zA-Z~]*)\b(?:is|are)(?=[\d\\(-])(?!\\[lgn]e\b)~* → \1\t
+(^|\t)(?:Option)?\(?([A-J])\)?:?$           → \1\2
 """
 _NEGATION = r"\b(?:not|no\b|never|neither|nor\b|none|cannot|isn|without|wrong|false)"
 for _short, _long in {
@@ -281,8 +281,10 @@ def _name_value_unit(text):
     """Split one member into name, value and unit. An equation other than "name = value" counts as a value.
 
     The first letter of a word becomes lower case, so "East" equals "east". Formulas keep their capitals: "A"
-    is not "a", and "Mgh" is not "mgh".
+    is not "a", and "Mgh" is not "mgh". A name in words, as in "Ann is 5", ends with a tab.
     """
+    words, tab, text = text.rpartition("\t")
+    words = words.lower() + tab
     *heads, value = re.split(r"=|\\in(?![a-z]) ?", text)
     value, unit, rate, power = _UNIT.fullmatch(value).groups("")
     names = [head for head in heads if _NAME.fullmatch(head)]
@@ -292,11 +294,11 @@ def _name_value_unit(text):
     if len(sums) == len(heads) - 1 and _SUM.fullmatch(heads[0]) and re.fullmatch(r"[1-9]\d*", value):
         name = heads[0]
     elif len(names) + len(constants) < len(heads) or constants and not _CONSTANT.fullmatch(value):
-        return "", text, ""  # an equation
+        return words, text, ""  # an equation
     if _WORDS.fullmatch(value):
         value = _CAPITAL.sub(lambda letter: letter[0].lower(), value)
     rate = re.sub("(?<=^/h)(our|r)$|(?<=^/s)ec.*", "", rate)
-    return name, value, _UNITS.get(unit, unit) + rate + power
+    return name or words, value, _UNITS.get(unit, unit) + rate + power
 
 
 def normalize_final_answer(answer: str) -> str:
@@ -307,15 +309,22 @@ def normalize_final_answer(answer: str) -> str:
 def _values(parts):
     """Join the values of an answer. Parentheses mark an order that matters because the names differ."""
     values = ", ".join(value for _, value, _ in parts)
-    if len({name for name, _, _ in parts if name}) > 1:
+    if len({name for name, _, _ in parts if name and "\t" not in name}) > 1:
         return f"({values})"
     return values
 
 
 def _agree(parts, true_parts):
-    """Return whether names and units agree. A missing name or unit agrees with anything."""
+    """Return whether names and units agree. A missing name or unit agrees with anything.
+
+    Names in words may be paraphrases, so they disagree only if a name has another place on the other side.
+    """
+    both = [{name for name, _, _ in side if name} for side in (parts, true_parts)]
     for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
-        if name and true_name and name != true_name or unit and true_unit and unit != true_unit:
+        names = {name, true_name} - {""}
+        if len(names) > 1 and ("\t" not in name + true_name or names & both[0] & both[1]):
+            return False
+        if unit and true_unit and unit != true_unit:
             return False
     return True
 
@@ -323,6 +332,8 @@ def _agree(parts, true_parts):
 def is_equal(answer: str, truth: str) -> bool:
     """Return whether two answers have the same normal form. 5 cm equals 5, and x=5 equals 5 but not y=5."""
     parts, true_parts = _parts(answer), _parts(truth)
+    if all("\t" in name for name, _, _ in parts) and sorted(parts) == sorted(true_parts):
+        return bool(parts)  # Names in words tell the values apart in any order.
     return _agree(parts, true_parts) and _values(parts) == _values(true_parts) != ""
 
 

@@ -424,6 +424,11 @@ y" | y
 \text{Alice is 5 and Bob is 3} | \text{Bob is 5 and Alice is 3}
 \text{the mean is 5, the median is 7} | \text{the median is 5, the mean is 7}
 \text{width is }4\text{ and length is }6 | \text{length is }4\text{ and width is }6
+\text{the width is 4 and length is 6} | \text{Length is 4 and the width is 6}
+\text{Ann is 5 years old and Bob is 3 years old} | \text{Bob is 5 and Ann is 3}
+\text{Ann is 5, Bob is 3} | \text{Bob is 5}, 3
+\text{Ann is 5 and Bob is 3} | \text{Bob is 3 and Ann is 6}
+\text{No, the limit is 0} | \text{Yes}, 0
 sqrt(3) | a sqrt(3)
 2 sin(x) | 2 a sin(x)
 (cos t, b sin t) | (a cos t, b sin t)
@@ -565,6 +570,20 @@ x\textsuperscript{10} | x^{10}
 \text{Option A} | A
 \text{Option (B)} | B
 \text{the roots are 1, 2} | 1, 2
+\text{the roots are 1, 2} | \text{the solutions are 1, 2}
+\text{the quotient is 12 and the remainder is 3} | 12, 3
+12, 3 | \text{The quotient is }12\text{ and the remainder is }3
+\text{Ann is 5 years old and Bob is 3 years old} | 5, 3
+\text{Al is 5 and Ed is 3} | 5, 3
+\text{Ann is 5 and Bob is 3} | \text{Bob is 3, Ann is 5}
+\text{Width is 4 and length is 6} | \text{width is 4, length is 6}
+\text{the width is 4 and the length is 6} | \text{width is 4 and length is 6}
+\text{the larger is 7 and the smaller is 2} | \text{the larger number is 7 and the smaller number is 2}
+\text{the smaller root is 1 and the larger is 2} | x=1, x=2
+\text{Yes, the limit is 0} | \text{Yes}, 0
+x=3, \text{the area is 9} | 3, 9
+\text{maximum: 5, the minimum is 2} | \text{maximum: }5, 2
+\text{Ann is (A) and Bob is (B)} | A, B
 \text{a single point} | single point
 \text{a cosine curve} | cosine curve
 \text{a maximum} | maximum
