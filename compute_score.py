@@ -115,7 +115,8 @@ _TOKEN = re.compile(
     \\(?:text|textrm|mathrm)\s*\{[\s~]*m\s*\} | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})
     | (?P<space> \s+ | [~$"] | \*\* | \\[\s,;:!()\[\]] | (?<=\\\\)\[[\w.]*\]
         | \ban\s+(?=\d) | (?<![-+*/])(?<![-+*/]\s)\ban?\s+
-            (?!(?:(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|exp|max|min|abs|gcd|lcm|det)(?![a-zA-Z]))
+            (?!(?:(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|exp|(?:max|min)(?=\s*\()|abs|gcd|lcm|det
+                |and|mod|plus|times|over)(?![a-zA-Z]))
             (?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
         | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|math(?:rm|bf|it|sf)
             |text(?:bf|it|md|normal|rm|sc|sf|sl|style|tt|up)?

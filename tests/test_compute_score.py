@@ -435,6 +435,21 @@ sqrt(3) | a sqrt(3)
 y = log(x) | y = a log(x)
 a arctan x | arctan x
 a sinh(2x) | sinh(2x)
+a log x | log x
+a exp(x) | exp(x)
+a max(x, y) | max(x, y)
+a min (x, y) | min (x, y)
+a abs(x) | abs(x)
+a gcd(x, y) | gcd(x, y)
+a lcm(x, y) | lcm(x, y)
+a det(M) | det(M)
+a and b | b
+\text{a and c} | c
+x and a and y | x, y
+a mod 5 | mod 5
+a plus b | plus b
+a times b | times b
+a over b | over b
 \vec{a}\times\vec{b} | \vec{a}\cdot\vec{b}
 \overrightarrow{AB} × \overrightarrow{AC} | \overrightarrow{AB} · \overrightarrow{AC}
 \nabla\times\mathbf{F} | \nabla\cdot\mathbf{F}
@@ -587,6 +602,9 @@ x=3, \text{the area is 9} | 3, 9
 \text{a single point} | single point
 \text{a cosine curve} | cosine curve
 \text{a maximum} | maximum
+\text{a max} | max
+\text{a android} | android
+a and b | a, b
 \vec{a}×\vec{b} | \vec a \times \vec b
 2\times\vec{a} | 2\cdot\vec{a}
 |\vec{a}|\times|\vec{b}| | |\vec{a}|\cdot|\vec{b}|
