@@ -118,7 +118,10 @@ _TOKEN = re.compile(
             (?!(?:(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|exp|(?:max|min)(?=\s*\()|abs|gcd|lcm|det
                 |and|mod|plus|times|over)(?![a-zA-Z]))
             (?=[a-zA-Z]{3}|\d[\d.]*\s*(?:\\?%|[a-zA-Z]{2}))
-        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|math(?:rm|bf|it|sf)
+        | \\(?:[hv]space\*?|tag|label|phantom)\s*\{[^{}]*\}
+        | \\(?:q?quad|displaystyle|left|right|[bB]igg?[lr]?|boxed|mbox|rm|bf|math(?:rm|bf|it|sf|strut)
+            |underline|fbox|bm|pmb|ensuremath|nonumber|checkmark
+            |tiny|small|(?:script|footnote|normal)size|[lL]arge|LARGE|[hH]uge
             |text(?:bf|it|md|normal|rm|sc|sf|sl|style|tt|up)?
             |boldsymbol|overline(?=\s*\{\s*[A-Z]{2,}\s*\}))(?![a-zA-Z]) )
     | (?P<thousands> (?<![\d.,])[1-9]\d{0,2}
@@ -235,9 +238,9 @@ START((?:[\w.^]|\\(?:pi|sqrt|frac)(?![a-z])~?|GROUP)+)/(\d+|\\pi)END → \\frac{
 (?:~|(?<=[\d$]))per~                        → /
 (?<![a-zA-Z\\])mph\b                        → miles/h
 (?<=[\d})i])m(?=/s\b)                       → meters
-# A row separator at the end of a matrix, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
+# A row separator at the end, \$5, 5\$, 5 square cm, 16 years old, "the answer is 7"
 # In a list such as "Ann is 5, Bob is 3", the words are names, so they stay before a tab.
-\\\\(?=\\end)                               →
+\\\\(?=\\end|$)                             →
 \\\$(-?\d[\d.]*)(?:\\\$)?                   → \1dollars
 (?<=\d)\\\$(?=$|/)                          → dollars
 sq(?:uare)?~([a-z]+)$                       → \1^2

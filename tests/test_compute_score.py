@@ -605,6 +605,30 @@ x=3, \text{the area is 9} | 3, 9
 \text{a max} | max
 \text{a android} | android
 a and b | a, b
+\underline{5} | 5
+\fbox{\frac12} | \frac12
+\bm{\frac52} | \frac52
+\pmb{A} | A
+\ensuremath{5} | 5
+\mathstrut 5 | 5
+\Large\frac12 | \frac12
+\large 5 | 5
+\small 5 | 5
+\tiny 5 | 5
+\footnotesize 5 | 5
+\scriptsize 5 | 5
+\normalsize 5 | 5
+\LARGE 5 | 5
+\huge 5 | 5
+\Huge 5 | 5
+\frac12\\ | \frac12
+5 \hspace{2mm}\text{cm} | 5\text{ cm}
+5\hspace*{2mm} | 5
+5 \tag{1} | 5
+5 \label{a} | 5
+5\phantom{0} | 5
+5 \nonumber | 5
+5\checkmark | 5
 \vec{a}×\vec{b} | \vec a \times \vec b
 2\times\vec{a} | 2\cdot\vec{a}
 |\vec{a}|\times|\vec{b}| | |\vec{a}|\cdot|\vec{b}|
@@ -2578,6 +2602,9 @@ f'(x)+1 | 1+f'(x)
 (x+1)^2 | x^2+2x+1
 2t+3t | 5t
 2:3 | 4:6
+\frac{1}{2}\\ | 0.5
+\underline{\frac12} | 0.5
+\Large\frac12 | 0.5
 (1+r)^T | (r+1)^T
 2^{T}x | x2^{T}
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^T | \begin{pmatrix}1&3\\2&4\end{pmatrix}
