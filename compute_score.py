@@ -276,6 +276,7 @@ _CONSTANT = re.compile(r"(?:\\(?:frac|sqrt|pi|cdot|binom|ln|log|pm)(?![a-zA-Z]) 
 _SUM = re.compile(rf"{_NAME}(?:\+{_NAME})+")
 _NAME = re.compile(rf"(?!.*{_NEGATION}){_NAME}")
 _UNIT = "|".join(_UNITS)
+_UNIT_NAMES = "|".join(_UNITS.keys() - {"g", "th", "times"})  # The others may stand in products.
 _UNIT = re.compile(rf"(.*?)(?:(?<=[\d}})i]) ?({_UNIT})(/\w+)?(\^[23])?)?")
 _WORDS = re.compile(r"No|(?=.{3})(?:\b[a-zA-Z][a-z]*\s?)+")
 _CAPITAL = re.compile(r"\b(?:[A-Z](?=[a-z]*[aeiouy])|A(?=ll\b)|O(?=dd\b))")
@@ -631,7 +632,7 @@ def _grade(pipe):
 # case of symbols with names such as \Omega and A_1. It takes the time 2:40 for 1/20, the ratio 1:2:3 for 1/6,
 # n!! for (n!)!, and the units of 5 feet 3 inches for factors.
 _NOT_READ = re.compile(
-    r"=|^.*:.*:.*|!!|[\d.]+ ?(?!or(?![a-zA-Z]))[a-zA-Z]{2,} ?[\d.]+|"
+    rf"=|^.*:[^,=]*:.*|!!|(?<![\d.])[\d.]++ ?(?:{_UNIT_NAMES}) ?[\d.]+|"
     r".'+|(?:\\[a-zA-Z]+|.)?_(?:\w|\{.*?\})|(?<![^(, ])\\[A-Z][a-z]*(?![^),])|"
     r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"

@@ -2573,6 +2573,7 @@ a^2+2 | a^2+2ab
 3:5:4 | 3:4:5
 1:6 | 1:2:3
 1:2:\sqrt3 | 1:\sqrt3:2
+1:2:3, 4 | 1:3:2, 4
 30\text{ hours and }2\text{ minutes} | 2\text{ hours and }30\text{ minutes}
 5\text{ feet}, 3\text{ inches} | 3\text{ feet}, 5\text{ inches}
 5, 3 | 3\text{ feet}, 5\text{ inches}
@@ -2602,9 +2603,20 @@ f'(x)+1 | 1+f'(x)
 (x+1)^2 | x^2+2x+1
 2t+3t | 5t
 2:3 | 4:6
+1:2, 3:4 | 3:4, 1:2
+1:2 \text{ and } 3:4 | 2:4, 3:4
+(1:2), (3:4) | (3:4), (1:2)
+A:B = 1:2, B:C = 3:4 | B:C = 3:4, A:B = 1:2
+\{x: x>1\}, \{x: x<0\} | \{x: x<0\}, \{x: x>1\}
 \frac{1}{2}\\ | 0.5
 \underline{\frac12} | 0.5
 \Large\frac12 | 0.5
+2 ln 3 + 3 ln 2 | 3 ln 2 + 2 ln 3
+2 pi 5 | 5 pi 2
+2 times 3 | 3 times 2
+3ab2^n | 3 \cdot 2^n ab
+2xy3 | 6xy
+2g3 | 3g2
 (1+r)^T | (r+1)^T
 2^{T}x | x2^{T}
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^T | \begin{pmatrix}1&3\\2&4\end{pmatrix}
