@@ -324,10 +324,12 @@ def _agree(parts, true_parts):
 
     Names in words may be paraphrases, so they disagree only if a name has another place on the other side.
     """
-    both = [{name for name, _, _ in side if name} for side in (parts, true_parts)]
+    own, true = [{name for name, _, _ in side if name} for side in (parts, true_parts)]
+    shared = own & true
     for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
         names = {name, true_name} - {""}
-        if len(names) > 1 and ("\t" not in name + true_name or names & both[0] & both[1]):
+        are_in_words = "\t" in name + true_name
+        if len(names) > 1 and (not are_in_words or names & shared):
             return False
         if unit and true_unit and unit != true_unit:
             return False

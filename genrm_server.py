@@ -114,9 +114,7 @@ class Config:
 
         words = self.router_args.split()
         try:
-            tyro.cli(
-                router.Config, args=words, config=[tyro.conf.DisallowNone], console_outputs=False
-            ).check()
+            router.cli(router.Config, None, args=words, console_outputs=False).check()
         except (SystemExit, ValueError) as error:
             why = error
             if isinstance(error, SystemExit):

@@ -257,8 +257,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     wanted = required if file == f"{HERE}/compute_score.py" else takes
     needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in wanted
     # A function with `check_row` is written for this loop, so it passes unknown settings on to our functions.
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    takes_genrm_model = "genrm_model" in models or takes_any and hasattr(function, "check_row")
+    takes_genrm_model = "genrm_model" in models or takes_any(takes) and hasattr(function, "check_row")
     if "reward_model_tokenizer" not in models or not needs_tokenizer:
         tokenizer = None
     elif tokenizer and Path(tokenizer).is_dir():
@@ -294,13 +293,17 @@ def default_function(options: RewardOptions, has_model: bool, tokenizer: str | N
     return function
 
 
+def takes_any(takes) -> bool:
+    """Return whether a function with these parameters takes `**kwargs`."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+
+
 def model_arguments(takes, addresses: dict[str, str]) -> dict:
     """Return the arguments about reward models, {name: address}, for a function with these parameters."""
     if not addresses:
         return {}
     offered = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    arguments = {key: value for key, value in offered.items() if takes_any or key in takes}
+    arguments = {key: value for key, value in offered.items() if takes_any(takes) or key in takes}
     if "reward_router_addresses" in takes:  # It may ask several judges, which need not have the same limits.
         return arguments | {"reward_router_addresses": addresses}
     if "genrm_model" in takes and takes["genrm_model"].default is None:
@@ -878,7 +881,7 @@ def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
         except (OSError, ValueError, LookupError, TypeError):
             continue
         if number and any(card["id"] in chosen for card in cards):
-            continue
+            continue  # The settings of this judge name its model.
         remedy = """--reward-kwargs '{"genrm_model": "NAME"}'"""
         if number:
             remedy = "genrm_model in the settings of this judge (in --reward-kwargs)"

@@ -867,13 +867,16 @@ async def serve(config: Config) -> None:
         await router.stop()
 
 
-def cli(config, doc: str | None):
-    """Parse this script's command line. --help shows the first two paragraphs of `doc`, its docstring."""
+def cli(config, doc: str | None, **options):
+    """Parse this script's command line, with further options of tyro.cli.
+
+    --help shows the first two paragraphs of `doc`, the script's docstring.
+    """
     if {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback.
     about = "\n\n".join((doc or "").split("\n\n")[:2])  # With python -OO, there are no docstrings.
     prog = f"python {sys.argv[0]}"
-    return tyro.cli(config, prog=prog, description=about, config=[tyro.conf.DisallowNone])
+    return tyro.cli(config, prog=prog, description=about, config=[tyro.conf.DisallowNone], **options)
 
 
 if __name__ == "__main__":

@@ -221,9 +221,12 @@ def read_judge_rows(path: Path, limit: int | None = None) -> list[dict]:
 
 
 def model_name(config: Config) -> str:
-    """Return the model name for requests. Raises ValueError, or OSError if no judge responds.
+    """Return the model name for requests.
 
-    Raises RuntimeError if the router rejects the key.
+    Raises:
+        ValueError: The judge serves several models.
+        OSError: No judge responds.
+        RuntimeError: The router rejects the key.
     """
     if config.model:
         return config.model
