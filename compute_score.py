@@ -203,21 +203,22 @@ async def compute_score_fapo(
         ValueError: The judge is needed, but its address or the text of the problem is missing.
     """
     one_of("on_no_verdict", on_no_verdict, WITHOUT_VERDICT)
-    rule = functools.partial(compute_score, data_source, solution_str, ground_truth, turns=turns)
-    result = rule()
-    if verifier != "rule":  # math-verify blocks, and asyncio needs its default threads to resolve host names.
-        grade = functools.partial(rule, verifier=verifier)
-        graded = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
-        if graded["acc"] is not None or on_no_verdict == "none":
-            result = graded
+    outcome = functools.partial(compute_score, data_source, solution_str, ground_truth, turns=turns)
+    if verifier == "rule":
+        result = outcome()
+    else:  # math-verify blocks, and asyncio needs its default threads to resolve host names.
+        grade = functools.partial(outcome, verifier=verifier)
+        result = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
+        if result["acc"] is None and on_no_verdict == "rule":
+            result = outcome()
     extra_info = extra_info or {}
     is_test = extra_info.get("split") == "test"
     only_measures = is_test or penalty is None
-    is_asked = result["acc"] or (judge_wrong and result["acc"] is False)
+    wants_verdict = result["acc"] or (judge_wrong and result["acc"] is False)
     if is_test and not judge_test or only_measures and not reward_router_address:
-        is_asked = False
+        wants_verdict = False
     verdict = dict(NOT_ASKED)
-    if is_asked:
+    if wants_verdict:
         if reward_router_address is None:
             raise ValueError(NO_JUDGE)
         verdict = await judge_solution(
@@ -1224,6 +1225,7 @@ def _parts(answer):
 
 # These substitutions span several tokens and are applied in order. Each line has a regular expression, an
 # arrow and a replacement. The text has one line per member of the answer, and ~ marks white space to keep.
+# For examples, see tests/data/answer_pairs.jsonl.
 _SPELLINGS = r"""
 # x=1 or x=2, where a space surrounds each token
 (?:^\x20?|(?<=\x20or\x20))([^=\n]+)=([^=\n]+?)\n?\x20or\x20(?=\1=) → \1=\2\n
