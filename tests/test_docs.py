@@ -401,11 +401,15 @@ def test_the_first_screens_numbers_are_what_the_runs_say(evidence):
     flawed = "toy/oracle_flawed_positive_rate"
     assert "whose errors are planted, the judge is a small trained model." in first
     assert f"**{percent(rule, flawed)} of GRPO's correct answers contain a wrong step" in first
-    assert f"against {percent(fapo, flawed)} of FAPO's** (medians of nine runs)" in first
+    assert f"against {percent(fapo, flawed)} of FAPO's**." in first
+    untrained = [percent(some, "toy_total") for some in (rule, fapo)]
+    told = "answered correctly in {} of the cases after GRPO and in {} after FAPO".format(*untrained)
+    assert f"{told} (medians of nine runs)" in first
     longer = [evidence.of(runs, name, "own0") for name in ("rule_long", "fapo_long")]
     assert {run["steps"] for run in sum(longer, [])} == {200}
-    told = "and these fractions are {} and {}".format(*(percent(some, flawed, count=3) for some in longer))
-    assert f"the judge is an exact checker, {told} (medians of three runs of 200 steps" in first
+    after_rule, after_fapo = (percent(some, flawed, count=3) for some in longer)
+    told = f"{after_rule} of GRPO's correct answers and {after_fapo} of FAPO's contain a wrong step"
+    assert f"the judge is an exact checker, and {told} (medians of three runs of 200 steps" in first
     outcome, fapo = (evidence.of(runs, name, *evidence.SHOP) for name in ("outcome", "fapo"))
     correct = "shop/truly_correct"
     before, after = percent(outcome, correct, "before"), percent(outcome, correct)
