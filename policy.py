@@ -313,9 +313,9 @@ class Policy:
         config = self.config
         compute_loss = loss_function(config)
         sums = Counter()
-        num_tokens = loss_tokens = batch.num_tokens
-        if config.advantage == "dr_grpo":
-            loss_tokens = batch.num_sequences * config.max_response_length
+        divisor = batch.num_tokens
+        if config.advantage == "dr_grpo" and not compute_loss.over_sequences:
+            divisor = batch.num_sequences * config.max_response_length
         activations = contextlib.nullcontext()
         if config.gradient_checkpointing:
             activations = checkpointed_layers(self.model)
@@ -334,7 +334,7 @@ class Policy:
                     old,
                     advantages,
                     mask,
-                    loss_tokens,
+                    divisor,
                     num_sequences=batch.num_sequences,
                     loss=compute_loss,
                     rollout_logprobs=rollout,
@@ -348,12 +348,12 @@ class Policy:
                     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
                     found |= {"ratio_sum": ratio.sum(), "squared_ratio_sum": ratio.square().sum()}
                 if config.entropy_coef:
-                    loss = loss - config.entropy_coef * entropy[mask].sum() / num_tokens
+                    loss = loss - config.entropy_coef * entropy[mask].sum() / divisor
                 if self.reference is not None:
                     reference = padded([sample.reference_logprobs for sample in part], self.device)
-                    kl = compute_kl_loss(logprobs, reference, mask, num_tokens)
+                    kl = compute_kl_loss(logprobs, reference, mask, divisor)
                     loss = loss + config.kl_coef * kl
-                    found["reference_kl_sum"] = kl.detach().double() * num_tokens
+                    found["reference_kl_sum"] = kl.detach().double() * divisor
                 loss.backward()
                 found["loss_sum"] = loss.detach()
                 add_sums(sums, found)

@@ -219,17 +219,39 @@ def test_the_loss_counts_every_sample_with_a_verdict(model, loss):
     check_divisor(model, loss=loss)
 
 
-def test_the_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss_is_divided_by(model):
-    """All advantages are 0, so only the bonus changes the policy, and equally with the constant length of Dr.
+@pytest.mark.parametrize("loss", ["clip", "gspo"])
+def test_entropy_and_kl_keep_their_weight_whatever_the_loss_is_divided_by(model, tmp_path, loss):
+    """With the constant length of Dr. GRPO, the whole gradient is smaller, but its direction is the same.
 
-    GRPO. The entropy rises.
+    A loss over sequences keeps its divisor, and so do the two other terms.
     """
+    moved_away(model).save_pretrained(tmp_path)  # this is the reference
+    samples, before = off_policy(model), weights_of(policy_of(model))
+    both = dict(entropy_coef=0.1, kl_coef=1.0)
+
+    def gradient(**changes):
+        settings = changes | dict(loss=loss, max_grad_norm=1e9, max_response_length=1000)
+        policy = with_sgd(policy_of(copy.deepcopy(model), model=str(tmp_path), **settings))
+        policy.update(groups_of(samples), lr=1.0)
+        return weights_of(policy) - before
+
+    moved, constant = (gradient(advantage=name, **both) for name in ("grpo", "dr_grpo"))
+    assert (moved - gradient()).abs().max() > 1e-4
+    lengths = [len(sample.response_ids) for sample in samples if sample.advantage is not None]
+    ratio = 1.0
+    if loss == "clip":
+        ratio = sum(lengths) / (1000 * len(lengths))
+    assert (constant - ratio * moved).norm() < 1e-3 * constant.norm()
+
+
+def test_the_entropy_bonus_is_a_mean_over_tokens(model):
+    """All advantages are 0, so only the bonus changes the policy. The entropy rises."""
     samples = a_step(model)
     for sample in samples:
         sample.advantage = 0.0
     options = dict(entropy_coef=0.1, max_response_length=1000, max_grad_norm=1e9)
-    moved, same = (updated(model, samples, advantage=name, **options)[0] for name in ("grpo", "dr_grpo"))
-    assert torch.equal(moved, same) and (moved - weights_of(policy_of(model))).abs().max() > 1e-5
+    moved = updated(model, samples, **options)[0]
+    assert (moved - weights_of(policy_of(model))).abs().max() > 1e-5
     policy = with_sgd(policy_of(model, **options))
     entropies = []
     for _ in range(2):
@@ -582,16 +604,22 @@ def test_nothing_is_mutated(model):
     assert samples == before
 
 
+def moved_away(model):
+    """Return a copy of the model with slightly different weights."""
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return moved
+
+
 def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_path):
     """All advantages are 0, so only the KL term remains, and it moves the policy towards the reference."""
     model.save_pretrained(tmp_path)  # this is the reference
     samples = a_step(model)
     for sample in samples:
         sample.advantage = 0.0
-    moved = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    moved = moved_away(model)
     policy = with_sgd(policy_of(moved, model=str(tmp_path), kl_coef=1.0, max_grad_norm=1e9))
     kls = [policy.update(groups_of(samples), lr=0.05)["actor/kl_to_reference"] for _ in range(4)]
     assert kls[0] > 1e-3 and kls == sorted(kls, reverse=True) and kls[-1] < 0.9 * kls[0]
@@ -599,13 +627,14 @@ def test_kl_pulls_back_to_the_reference_also_where_no_reward_differs(model, tmp_
     assert (
         at_home["actor/kl_to_reference"] == pytest.approx(0, abs=1e-7) and at_home["actor/grad_norm"] < 1e-4
     )
-    # It is a mean over tokens, also with the constant length of Dr. GRPO.
+    # The metric is a mean over tokens, also if the loss is divided by the constant length of Dr. GRPO.
     options = dict(model=str(tmp_path), kl_coef=1.0, max_grad_norm=1e9, max_response_length=1000)
-    mean, same = (
+    mean, constant = (
         with_sgd(policy_of(moved, advantage=name, **options)).update(groups_of(samples), lr=0.0)
         for name in ("grpo", "dr_grpo")
     )
-    assert mean["actor/grad_norm"] == same["actor/grad_norm"] > 1e-3
+    assert mean["actor/kl_to_reference"] == pytest.approx(constant["actor/kl_to_reference"], rel=1e-6)
+    assert mean["actor/grad_norm"] > 1e-3 and mean["actor/kl_to_reference"] > 1e-3
 
 
 def test_truncated_importance_sampling_weighs_the_update(model):
