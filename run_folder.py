@@ -503,6 +503,10 @@ def print_line(line: dict, total_steps: int, terms=(), seconds_left: float = 0.0
         if key in line:
             name = printable(key.removeprefix("val/").removesuffix("/mean@1"))
             cells.append(f"{label}{name} {line[key]:.3f}")
+            head, _, kind = key.rpartition("/")
+            lost = line[f"{head}/no_verdict/{kind}"]
+            if lost:  # The accuracy may leave these samples out.
+                cells[-1] += f" (no_verdict {lost:.3f})"
             label = ""
     if not cells:
         return

@@ -310,6 +310,12 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 "--bf16-head: does not work with --rollout hf, which samples with a float32 head; pass "
                 "--rollout vllm, or omit --bf16-head"
             )
+        hottest = max(self.temperature, self.val_temperature)
+        if rollout == "vllm" and hottest > 2:
+            raise ValueError(
+                f"--temperature, --val-temperature {hottest:g}: vLLM accepts at most 2; lower it, or pass "
+                "--rollout hf (on a CPU)"
+            )
         tis_cap = self.tis_cap
         if self.overlap and tis_cap is None:
             tis_cap = 2.0

@@ -20,7 +20,11 @@ from toy.toy_world import compute_score_fapo_oracle as judged
 
 
 def by_step(data_source, solution_str, ground_truth, extra_info, step, *, first=20, ramp=1, penalty=1.0):
-    """Apply no penalty up to step `first`, and then let it rise to `penalty` within `ramp` steps."""
+    """Apply no penalty up to step `first`, and then let it rise to `penalty` within `ramp` steps.
+
+    If all answers of a group are correct, GRPO divides the penalty by a std that grows with it, so any
+    penalty above 0 gives the same advantages. A ramp matters only in groups that also have wrong answers.
+    """
     now = penalty * min(max(step - first, 0) / max(ramp, 1), 1.0)
     result = judged(data_source, solution_str, ground_truth, extra_info, penalty=now)
     return result | {"lambda": now}

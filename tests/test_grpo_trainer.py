@@ -984,6 +984,7 @@ def test_what_depends_on_the_machines():
         (dict(rollout="hf"), 1, "--rollout hf: needs the policy in the trainer's process"),
         (dict(rollout="hf", policy_ranks=2), 0, "--rollout hf: needs the policy in the trainer's process"),
         (dict(bf16_head=True), 0, "--bf16-head: does not work with --rollout hf, which samples with a"),
+        (dict(temperature=2.5), 1, "--temperature, --val-temperature 2.5: vLLM accepts at most 2"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             config_of(**changes).resolved(gpus)

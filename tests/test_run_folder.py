@@ -376,6 +376,14 @@ def test_the_screen_shows_a_part_of_a_step_and_the_accuracies_of_an_evaluation(c
     )
 
 
+def test_a_held_out_accuracy_shows_how_many_samples_have_no_verdict(capsys):
+    line = {"step": 3, "val/toy/mean@1": 1.0, "val/toy/no_verdict/mean@1": 0.4}
+    line |= {"val/game/greedy": 0.5, "val/game/no_verdict/greedy": 0.0}
+    run_folder.print_line(line, 10)
+    told = "held-out acc: toy 1.000 (no_verdict 0.400)  game/greedy 0.500"
+    assert capsys.readouterr().out == f"step  3/10  {told}\n"
+
+
 def test_the_name_of_a_data_source_is_neither_a_formula_nor_a_command_to_the_terminal(tmp_path, capsys):
     source = "\x1b[2J$\\foo$\n"
     line = {"step": 0, f"val/{source}/mean@1": 0.5, f"val/{source}/no_verdict/mean@1": 0.0}

@@ -149,7 +149,8 @@ RULES = [
         "no-verdict",
         3,
         ["reward/no_verdict > 0.1"],
-        "check that the judge is running; see `error` in samples.jsonl",
+        "check that the judge is running; see `error` in samples.jsonl. Lost verdicts weaken FAPO, because "
+        "only correct answers lose them",
     ),
     (
         "judge-failures",
