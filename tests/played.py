@@ -7,7 +7,7 @@ import contextlib
 import json
 import pickle
 import random
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -43,18 +43,21 @@ def advantages_of(*groups, **options):
 @contextlib.contextmanager
 def server(answer, get=lambda path: {"data": [{"id": "a-model"}]}):
     """Serve HTTP on this machine and yield host:port. POST gets `answer(path, body)` as JSON, GET `get`."""
+    threads = ThreadPoolExecutor(32)  # By default, there are few on a machine with one core.
 
     async def reply(request):
         if request.method == "GET":
             return web.json_response(get(request.path))
         body = await request.json()
-        return web.json_response(await asyncio.to_thread(answer, request.path, body))
+        loop = asyncio.get_running_loop()
+        return web.json_response(await loop.run_in_executor(threads, answer, request.path, body))
 
     http = FakeServer(reply)
     try:
         yield http.address
     finally:
         http.stop()
+        threads.shutdown(wait=False)
 
 
 def says(text):

