@@ -19,6 +19,16 @@ from tyro.conf import arg
 
 import reward_loop
 from command_line import check_unused, json_object, split_arguments
+from reward_worker import flag
+
+# The setting on the left -> the settings that have no effect without it.
+ONLY_WITH = {
+    "lora_rank": "lora_alpha lora_targets",
+    "rollout_fn": "rollout_kwargs rollout_timeout",
+    "dynamic_sampling": "max_refills",
+    "val_file": "val_n val_greedy",
+    "overlong_buffer": "overlong_factor",
+}
 
 
 @dataclass(kw_only=True)
@@ -187,14 +197,14 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # Settings that must be above 0 (all other numbers may be 0), that may be negative, or that inf turns off.
     must_be_positive = (
         *reward_loop.RewardOptions.must_be_positive,
-        *("train_batch_size", "mini_batch_size", "max_response_length", "max_grad_norm", "temperature"),
-        *("tis_cap", "rollout_batch_size", "rollout_timeout", "rollout_servers", "rollout_tensor_parallel"),
-        *("rollout_gpu_share", "policy_gpu_share", "policy_ranks", "val_n", "val_top_p"),
+        *"train_batch_size mini_batch_size max_response_length max_grad_norm temperature tis_cap".split(),
+        *"rollout_batch_size rollout_timeout rollout_servers rollout_tensor_parallel".split(),
+        *"rollout_gpu_share policy_gpu_share policy_ranks val_n val_top_p".split(),
     )
     may_be_negative = ("entropy_coef", "seed")
     may_be_infinite = (
         *reward_loop.RewardOptions.may_be_infinite,
-        *("rollout_timeout", "max_grad_norm", "max_logprob_diff", "clip_high", "clip_c", "tis_cap"),
+        *"rollout_timeout max_grad_norm max_logprob_diff clip_high clip_c tis_cap".split(),
     )
 
     def check(self) -> None:
@@ -226,19 +236,12 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             raise ValueError(f"--adam-betas {betas}: both must be at least 0 and below 1, as in 0.9 0.95")
         if not (self.total_steps or self.val_file):
             raise ValueError("--total-steps 0: an evaluation needs validation data; pass --val-file FILE")
-        if not self.lora_rank:
-            check_unused(self, ("lora_alpha", "lora_targets"), "--lora-rank")
-        if not self.rollout_fn:
-            check_unused(self, ("rollout_kwargs", "rollout_timeout"), "--rollout-fn")
-        if not self.dynamic_sampling:
-            check_unused(self, ("max_refills",), "--dynamic-sampling")
-        if not self.val_file:
-            check_unused(self, ("val_n", "val_greedy"), "--val-file")
-        if not self.overlong_buffer:
-            check_unused(self, ("overlong_factor",), "--overlong-buffer")
+        for needed, names in ONLY_WITH.items():
+            if not getattr(self, needed):
+                check_unused(self, names.split(), flag(needed))
         if self.rollout == "hf":
-            of_servers = ("rollout_servers", "rollout_tensor_parallel", "rollout_gpu_share", "rollout_cpus")
-            check_unused(self, (*of_servers, "rollout_vllm_args"), "--rollout vllm")
+            names = "rollout_servers rollout_tensor_parallel rollout_gpu_share rollout_cpus rollout_vllm_args"
+            check_unused(self, names.split(), "--rollout vllm")
         found = re.search("--kv.(transfer.config|offloading.backend(?![= ]+native))", self.rollout_vllm_args)
         if found:
             raise ValueError(

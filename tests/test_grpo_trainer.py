@@ -1472,9 +1472,9 @@ def test_unknown_flags_are_errors_and_every_flag_is_read():
     )
     assert out.returncode == 2 and "no-such-flag" in out.stdout + out.stderr
     source = Path("settings.py").read_text().replace("self.", "config.")
-    for name in ("policy.py", "algorithm.py"):
+    for name in ("policy.py", "algorithm.py", "causal_lm.py"):
         source += Path(name).read_text().replace("options.", "config.")
-    for name in ("grpo_trainer.py", "run.py", "run_folder.py", "causal_lm.py", "cluster/ranks.py"):
+    for name in ("grpo_trainer.py", "run.py", "run_folder.py", "cluster/ranks.py"):
         source += Path(name).read_text()
     shared = {field.name for field in dataclasses.fields(reward_loop.RewardOptions)}  # read by reward_loop.py
     for field in dataclasses.fields(grpo_trainer.Config):
