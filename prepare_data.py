@@ -31,7 +31,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -319,7 +318,10 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
     Returns None if the answer says that there is none.
     """
     question = _text(raw, QUESTION)
-    column, answer = _final_answer(raw, source.answer)
+    columns = ANSWER
+    if source.task in ("dapo", "aime25"):  # Some copies have the final answer in this column.
+        columns += "|solution"
+    column, answer = _final_answer(raw, columns)
     if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".
         _, mark, answer = answer.rpartition("####")
         if not mark:
@@ -407,29 +409,24 @@ class Source(NamedTuple):  # An output file and the source of its rows.
     split: str
     repo: str  # on the Hugging Face Hub
     files: str  # glob pattern of the files on the Hub
-    answer: str = ANSWER  # answer columns of the Hub and of common copies, to try in this order
-    build: Callable = build_math  # returns the row of a raw row, or None to leave it out
 
 
 SOURCES = [
-    Source(
-        "dapo",
-        "math-dapo",
-        "train",
-        "open-r1/DAPO-Math-17k-Processed",
-        "all/train-*.parquet",
-        f"{ANSWER}|solution",
-    ),
-    Source("aime24", "aime24", "test", "Maxwell-Jia/AIME_2024", "*.parquet"),
-    Source("aime25", "aime25", "test", "yentinglin/aime_2025", "*.parquet", f"{ANSWER}|solution"),
-    Source("gpqa", "gpqa-diamond", "test", "Idavidrein/gpqa", "gpqa_diamond.csv", build=build_gpqa),
-    Source("math500", "math500", "test", "HuggingFaceH4/MATH-500", "test.jsonl"),
-    Source("gsm8k", "gsm8k", "train", "openai/gsm8k", "main/train-*.parquet"),
-    Source("gsm8k", "gsm8k", "test", "openai/gsm8k", "main/test-*.parquet"),
-    Source("critic", "fapo_critic", "train", "dyyyyyyyy/FAPO-Critic", "train.parquet", build=build_critic),
-    Source("critic", "fapo_critic", "test", "dyyyyyyyy/FAPO-Critic", "test.parquet", build=build_critic),
-    Source("processbench", "processbench", "test", "Qwen/ProcessBench", "*.json", build=build_processbench),
+    Source(*line.split())
+    for line in """\
+dapo         math-dapo    train open-r1/DAPO-Math-17k-Processed all/train-*.parquet
+aime24       aime24       test  Maxwell-Jia/AIME_2024           *.parquet
+aime25       aime25       test  yentinglin/aime_2025            *.parquet
+gpqa         gpqa-diamond test  Idavidrein/gpqa                 gpqa_diamond.csv
+math500      math500      test  HuggingFaceH4/MATH-500          test.jsonl
+gsm8k        gsm8k        train openai/gsm8k                    main/train-*.parquet
+gsm8k        gsm8k        test  openai/gsm8k                    main/test-*.parquet
+critic       fapo_critic  train dyyyyyyyy/FAPO-Critic           train.parquet
+critic       fapo_critic  test  dyyyyyyyy/FAPO-Critic           test.parquet
+processbench processbench test  Qwen/ProcessBench               *.json""".splitlines()
 ]
+# Builders return the row of a raw row, or None to leave it out. All other tasks have build_math.
+BUILDERS = {"gpqa": build_gpqa, "critic": build_critic, "processbench": build_processbench}
 Task = Literal["toy", *dict.fromkeys(source.task for source in SOURCES), "all"]
 # Modules that make rows themselves, with a function make_rows(task, settings) -> {name: rows}.
 MAKERS = {"toy": "toy.toy_world", "reasoning_gym": "recipes.gym_tasks"}
@@ -519,6 +516,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
     if out.resolve() in [path.resolve() for path in files]:
         raise ValueError(f"--out-dir {config.out_dir}: {out} is also an input file; pass another directory")
     schema = CRITIC if source.task in ("critic", "processbench") else REASONING
+    build = BUILDERS.get(source.task, build_math)
     rows = []
     left_out = []
     for path in files:
@@ -528,7 +526,7 @@ def write_source(source: Source, files: list[Path], config: Config) -> dict[str,
         for number, raw in enumerate(raw_rows):
             where = f"{path}, row {number}"
             try:
-                row = source.build(raw, source, config.seed)
+                row = build(raw, source, config.seed)
                 if row is None:
                     left_out.append(where)
                     continue
