@@ -172,8 +172,17 @@ def check_sampling(policy: Policy):
 MAX_CONNECTIONS = 28000  # Linux has about this many ports for connections to the router.
 
 
+class TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
 class Logprobs(msgspec.Struct):
-    token_logprobs: list[float]
+    token_logprobs: list[float] | None = None
+    content: list[TokenLogprob] | None = None  # what vLLM's token endpoint returns instead
+
+    def __post_init__(self):  # For a response without either, msgspec raises a ValidationError.
+        if self.token_logprobs is None:
+            self.token_logprobs = [token.logprob for token in self.content]
 
 
 class Choice(msgspec.Struct):
@@ -189,28 +198,6 @@ class Answer(msgspec.Struct):
     """
 
     choices: list[Choice]
-
-
-class TokenLogprob(msgspec.Struct):
-    logprob: float
-
-
-class TokenLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-
-    @property
-    def token_logprobs(self) -> list[float]:
-        return [token.logprob for token in self.content]
-
-
-class TokenChoice(Choice):
-    logprobs: TokenLogprobs
-
-
-class TokenAnswer(msgspec.Struct):
-    """The same fields of a response of vLLM's token endpoint."""
-
-    choices: list[TokenChoice]
 
 
 def rollout_vllm(
@@ -321,9 +308,9 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
     Raises RuntimeError after six failed attempts, or after two timeouts of the router, which may take hours.
     """
     address = servers.service.router_address
-    path, answer_type, request = "/v1/completions", Answer, body
+    path, request = "/v1/completions", body
     if servers.has_token_endpoint:
-        path, answer_type, request = TOKEN_ENDPOINT, TokenAnswer, token_request(body)
+        path, request = TOKEN_ENDPOINT, token_request(body)
     timeouts = 0
     for pause in (0, 1, 2, 4, 8, 16):
         await asyncio.sleep(pause)
@@ -335,7 +322,7 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
             status = 502
             text = f"{type(error).__name__}: {error}"
         if status == 200:
-            choice = msgspec.json.decode(text, type=answer_type).choices[0]
+            choice = msgspec.json.decode(text, type=Answer).choices[0]
             if choice.finish_reason == "abort":  # The server got SIGTERM.
                 status = 502
                 text = "the server aborted the request"
