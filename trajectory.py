@@ -192,7 +192,7 @@ class Trajectory:
             self._before_replies = len(sample.turns), len(sample.response_ids), self._end_id
         first, kept, end_id = self._before_replies
         replies = [*self._replies, (role, content)]
-        follows_prompt = not kept and [m["role"] for m in sample.row["prompt"][-1:]] != ["assistant"]
+        follows_prompt = not kept and sample.row["prompt"][-1]["role"] != "assistant"
         texts = self._runner.render(replies, follows_prompt)
         context = "\n"
         if end_id is not None:
