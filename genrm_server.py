@@ -723,18 +723,21 @@ class Process:
 
         The last error of vLLM only says that an earlier one, of its engine's process, is the cause.
         """
-        written = self.last_lines(count=0)
-        last = self.last_lines()
-        first = re.search(FIRST_ERROR, written)
+        lines = self.lines()
+        last = "\n".join(lines[-25:])
+        first = re.search(FIRST_ERROR, "\n".join(lines))
         if first and first[0] not in last:
             return f"{first[0]}\n[...]\n{last}"
         return last
 
     def last_lines(self, text: str = "", count: int = 25) -> str:
-        """Return the last log lines that contain `text`, since the child's latest start (count 0: all)."""
+        """Return the last log lines that contain `text`, since the child's latest start."""
+        return "\n".join([line for line in self.lines() if text in line][-count:])
+
+    def lines(self) -> list[str]:
+        """Return the log lines since the child's latest start."""
         written = self.log.read_bytes()[self.log_start :]
-        lines = written.decode("utf-8", "replace").splitlines()
-        return "\n".join([line for line in lines if text in line][-count:])
+        return written.decode("utf-8", "replace").splitlines()
 
 
 def guard() -> None:
