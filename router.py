@@ -552,13 +552,13 @@ class Router:
         An `avoided` server is chosen only if there is no other one.
 
         A request that has not reached a living server may wait for one. A request whose server died is a
-        suspect and waits for its turn: one suspect is sent every ALONE_SECONDS, to find the request that
-        kills servers. A suspect without a server gives up its turn.
+        suspect and waits for a lock: one suspect is sent every ALONE_SECONDS, to find the request that kills
+        servers. A suspect without a server releases the lock.
         """
         timeout_s = min(self.config.queue_timeout, deadline - time.monotonic())
-        turn = contextlib.nullcontext()
+        lock = contextlib.nullcontext()
         if suspect:
-            turn = self.suspects
+            lock = self.suspects
         else:
             worker = self.acquire(tried + avoided, session_id) or self.acquire(tried, session_id)
             if worker or tried:
@@ -567,13 +567,13 @@ class Router:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    async with turn:
+                    async with lock:
                         if suspect:
                             await asyncio.sleep(ALONE_SECONDS)
                         worker = self.acquire(tried, session_id)
                     if worker:
                         return worker
-                    await self.health_changed.wait()  # without the turn, which others can use
+                    await self.health_changed.wait()  # without the lock, which others can use
         except TimeoutError:
             return self.acquire(tried, session_id)
         finally:
@@ -589,7 +589,7 @@ class Router:
         session_id = request.headers.get("X-Session-Id", "")
         tried = []  # living servers that have seen the request
         avoided = []  # the server for which the router lacked a connection, if any
-        fates = []  # what became of each server that has seen the request (see `judge_failure`)
+        fates = []  # what became of each server that has seen the request (see `diagnose_failure`)
         answer, problem = None, ""
         while len(fates) < config.max_attempts:
             worker = await self.choose(tried, avoided, "dead" in fates, deadline, session_id)
@@ -609,7 +609,7 @@ class Router:
                 error = caught
                 problem = f"{worker.url}: {error_text(error)}"
             seconds = time.monotonic() - begun
-            fate = await self.judge_failure(worker, error, problem, deadline)
+            fate = await self.diagnose_failure(worker, error, problem, deadline)
             if fate == "late":
                 remedy = f"raise --request-timeout {OF_ROUTER}"
                 return error_response(504, f"no response within {config.request_timeout:g} s; {remedy}")
@@ -633,7 +633,7 @@ class Router:
         response.headers["Retry-After"] = str(math.ceil(config.health_interval))
         return response
 
-    async def judge_failure(self, worker: Worker, error: Exception | None, problem: str, deadline) -> str:
+    async def diagnose_failure(self, worker: Worker, error: Exception | None, problem: str, deadline) -> str:
         """Find out why a server failed a request, and update the server's health.
 
         Returns:
