@@ -94,7 +94,7 @@ class Trajectory:
         self._session_id = secrets.token_hex(8)  # The router sends all turns of a session to the same server.
         self._left = wave.runner.timeout  # Seconds that the function may still take.
         self._expired: asyncio.Future | None = None  # Done when no seconds are left.
-        self._call: asyncio.Task | None = None  # The call of the function.
+        self._task: asyncio.Task | None = None  # The task in which the function runs.
         # None means that the function is waiting for the policy, or that the trajectory has ended.
         self._working_since: float | None = None
         self._is_closed = False  # After that, tasks that the function left running can add nothing.
@@ -274,11 +274,11 @@ class Trajectory:
                 "generates; await generate()"
             )
 
-    def _check_message(self, call):
+    def _check_message(self, method):
         self._check_open()
         if self.ended:
             raise RuntimeError(
-                f"{call}: the policy has ended its message; add another message with reply(), "
+                f"{method}: the policy has ended its message; add another message with reply(), "
                 "which opens a new one, or return"
             )
 
@@ -292,17 +292,17 @@ class Trajectory:
             self._sample.tool_seconds += time.monotonic() - self._working_since
         self._working_since = None
 
-    def _close(self, call: asyncio.Task):
-        """End the trajectory. Its sample fails if the call of the function failed or took too long."""
+    def _close(self, task: asyncio.Task):
+        """End the trajectory. Its sample fails if the function failed or took too long."""
         self._pause()
         self._is_closed = True
         sample = self._sample
-        if call.done():
+        if task.done():
             kind = "error"
-            message = self._failure_of(call)
+            message = self._failure_of(task)
         else:
             kind = "timeout"
-            place, is_lock = place_of(call, self._runner.file)
+            place, is_lock = place_of(task, self._runner.file)
             remedy = "raise --rollout-timeout, or speed up the tools"
             if is_lock:
                 remedy = "it waited for a lock; do not hold a lock around generate()"
@@ -315,11 +315,11 @@ class Trajectory:
             info = {"error": f"--rollout-fn: {message}"}
             sample.result = {"reward_score": None, "reward_extra_info": info, "status": kind}
 
-    def _failure_of(self, call: asyncio.Task) -> str:
-        """Return why a finished call has failed, or an empty string if it has not."""
-        if call.cancelled():
+    def _failure_of(self, task: asyncio.Task) -> str:
+        """Return why the function has failed in a finished task, or an empty string if it has not."""
+        if task.cancelled():
             return "CancelledError: the function cancelled its own task"
-        error = call.exception()
+        error = task.exception()
         if isinstance(error, BaseExceptionGroup):  # A TaskGroup raises groups. NoRoom is not a failure.
             error = error.split(NoRoom)[1]
         if error is not None and not isinstance(error, NoRoom):
@@ -346,11 +346,11 @@ def first_stop(text: str, stop) -> str | None:
     return min(found, key=lambda word: text.index(word) + len(word), default=None)
 
 
-def place_of(call: asyncio.Task, file: str) -> tuple[str, bool]:
-    """Return the line of the user's file at which a call stands, and whether it waits there for a lock."""
+def place_of(task: asyncio.Task, file: str) -> tuple[str, bool]:
+    """Return the line of the user's file at which a task stands, and whether it waits there for a lock."""
     place = "an unknown line"
     inner = ""
-    step = call.get_coro()
+    step = task.get_coro()
     while step is not None:
         frame = getattr(step, "cr_frame", None)
         if frame:
@@ -408,7 +408,7 @@ def frame_of(thread: threading.Thread):
     return frame
 
 
-class Call(Future):
+class ThreadCall(Future):
     """A call in one of the threads."""
 
     def __init__(self, threads: "Threads"):
@@ -430,7 +430,7 @@ class Threads(ThreadPoolExecutor):
 
     def __init__(self):
         super().__init__(1)  # The base class starts threads only in its own submit().
-        self.calls = queue.SimpleQueue()
+        self.submitted = queue.SimpleQueue()
         for _ in range(THREADS):
             self.start_one()
 
@@ -438,16 +438,16 @@ class Threads(ThreadPoolExecutor):
         threading.Thread(target=self.work, daemon=True).start()
 
     def submit(self, function, *arguments, **named):
-        future = Call(self)
-        self.calls.put((future, partial(function, *arguments, **named)))
+        future = ThreadCall(self)
+        self.submitted.put((future, partial(function, *arguments, **named)))
         return future
 
     def shutdown(self, wait=False, *, cancel_futures=False):
         """End each thread when its current call returns, without waiting, because a call may hang."""
-        self.calls.put(None)
+        self.submitted.put(None)
 
     def work(self):
-        for future, call in iter(self.calls.get, None):
+        for future, call in iter(self.submitted.get, None):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
@@ -457,7 +457,7 @@ class Threads(ThreadPoolExecutor):
                     future.set_exception(error)
                 if future.is_abandoned:
                     return
-        self.calls.put(None)  # The next thread ends, too.
+        self.submitted.put(None)  # The next thread ends, too.
 
 
 class Rollouts:
@@ -512,7 +512,7 @@ class Rollouts:
         self.last_tick = time.monotonic()  # when the loop last ran
         self.is_closing = False
         self.printed = set()  # The lines that wait for locks and have been printed.
-        self.calls = set()  # The tasks of the function's calls that have not ended.
+        self.running = set()  # The tasks in which the function still runs.
         self.thread = threading.Thread(target=self.run_loop, daemon=True)
         self.thread.start()
         threading.Thread(target=self.watch, daemon=True).start()
@@ -532,7 +532,7 @@ class Rollouts:
         self.thread.join(timeout=1.0)
         if self.thread.is_alive():  # A tool may block the loop forever.
             print(
-                f"--rollout-fn: waiting up to {CLEANUP_S:g} s for {len(self.calls)} calls to clean up; "
+                f"--rollout-fn: waiting up to {CLEANUP_S:g} s for {len(self.running)} calls to clean up; "
                 "press Ctrl-C to quit immediately"
             )
             self.thread.join(timeout=CLEANUP_S)
@@ -544,8 +544,8 @@ class Rollouts:
         asyncio.wait_for and other functions run parts of a cleanup in tasks.
         """
         end = time.monotonic() + CLEANUP_S
-        if self.calls:  # Their waves have cancelled them.
-            await asyncio.wait(self.calls, timeout=CLEANUP_S)
+        if self.running:  # Their waves have cancelled them.
+            await asyncio.wait(self.running, timeout=CLEANUP_S)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -844,16 +844,16 @@ class Wave:
         """Call the function in a separate task, so that a call that never ends cannot hold up the run."""
         trajectory._expired = asyncio.get_running_loop().create_future()
         trajectory._working_since = time.monotonic()
-        call = trajectory._call = asyncio.create_task(self.call(arguments))
-        self.runner.calls.add(call)
-        call.add_done_callback(self.runner.calls.discard)
+        task = trajectory._task = asyncio.create_task(self.call(arguments))
+        self.runner.running.add(task)
+        task.add_done_callback(self.runner.running.discard)
         try:
-            await asyncio.wait({call, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
-            trajectory._close(call)
+            await asyncio.wait({task, trajectory._expired}, return_when=asyncio.FIRST_COMPLETED)
+            trajectory._close(task)
         finally:
             # asyncio would print exceptions that nobody retrieves.
-            call.add_done_callback(lambda call: call.cancelled() or call.exception())
-            call.cancel()
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            task.cancel()
         left = self.waiting.pop(trajectory._place, None)
         if left:  # A task that the function started is still waiting for the policy.
             left.answer.cancel()
@@ -894,7 +894,7 @@ class Wave:
         places = Counter()
         for trajectory in self.calls:
             if trajectory._place not in self.waiting and not trajectory._is_closed:
-                place, is_lock = place_of(trajectory._call, self.runner.file)
+                place, is_lock = place_of(trajectory._task, self.runner.file)
                 if not is_lock:
                     return
                 places[place] += 1
