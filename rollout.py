@@ -326,7 +326,8 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
             if choice.finish_reason == "abort":  # The server got SIGTERM.
                 status = 502
                 text = "the server aborted the request"
-        if status < 500 and status != 422:  # 422: another request may be the cause.
+        # 422: another request may be the cause. Neither vLLM nor the router returns 408, 425 or 429 here.
+        if status < 500 and status != 422:
             break
         if status == 504:
             timeouts += 1

@@ -185,6 +185,7 @@ def warn_if_open(host: str, api_key: str, say) -> None:
 
 # This text follows a flag in an error.
 OF_ROUTER = "of router.py (genrm_server.py: in --router-args; with --genrm, serve the judge separately)"
+# A server that dies returns these. All other statuses, such as 429 and 501, are answers of a living server.
 FAILED = {500, 502, 503, 504}
 LACKS = {  # errors for which the router's machine is to blame, not a server
     errno.EMFILE: "out of file descriptors; raise the limit (ulimit -n)",
