@@ -231,6 +231,7 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
                 servers=run.servers,
                 seed=seed,
                 step=batch.step,
+                split=batch.split,
                 stop=run.cancelled,
                 **options,
             )

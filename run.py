@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -615,7 +616,10 @@ class Run:
             self.policy.samples_itself = True
 
     def start_servers(self, stack):
-        config = replace(self.config.policy_server_config(), max_model_len=self.max_sequence_length)
+        config = self.config.policy_server_config()
+        # A run that resumes must not repeat the random numbers of the steps before.
+        seed = random.Random(f"{self.config.seed}/{self.step}").getrandbits(31)
+        config = replace(config, seed=seed, max_model_len=self.max_sequence_length)
         if isinstance(self.policy, Policy):
             self.servers = PolicyServers(self.policy, self.tokenizer, config)
         else:

@@ -287,7 +287,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             tensor_parallel_size=self.rollout_tensor_parallel,
             gpu_share=self.rollout_gpu_share,
             cpus=self.rollout_cpus,
-            seed=self.seed % 2**31,
             queue_timeout=900,
             log_dir=Path(self.out_dir, "rollout_logs"),
             vllm_args=split_arguments("rollout_vllm_args", self.rollout_vllm_args),

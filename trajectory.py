@@ -747,6 +747,7 @@ class Rollouts:
         seed,
         rollout_batch_size,
         step=0,
+        split="train",
         model=None,
         servers=None,
         on_finished=lambda sample: None,
@@ -755,7 +756,8 @@ class Rollouts:
         """Call the rollout function for each sample of these groups, and fill in the samples.
 
         Args:
-            seed: Determines what is sampled from `model`, and the seeds of the groups.
+            seed: Determines what is sampled from `model`, and, with `split`, the seeds of the groups.
+            split: "train" or "val". No evaluation plays the games of a training step.
             model: The policy's model, which this thread samples from; None if `servers` is given.
             servers: The PolicyServers to sample from.
             on_finished: Called in this thread with each sample that has ended.
@@ -768,7 +770,7 @@ class Rollouts:
         sampling = sampling_parameters(**options)
         options |= {"decode": self.decode, "rollout_batch_size": rollout_batch_size}
         wave = Wave(self, max_response_length, eos_ids, servers, sampling, rollout_batch_size)
-        wave.arrange(groups, seed, step)
+        wave.arrange(groups, f"{split}/{seed}", step)
         ending = asyncio.run_coroutine_threadsafe(wave.run(), self.loop)
         ending.add_done_callback(lambda _: wave.events.put(("end", None)))
         try:

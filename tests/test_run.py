@@ -27,6 +27,7 @@ import run as run_file
 import run_folder
 from causal_lm import check_reading
 from policy import Policy, RanksLost, Sample
+from played import toy_config
 from rollout import model_files
 from run import load_rows
 from test_grpo_trainer import judged, prepared, run_config, scored
@@ -1187,3 +1188,26 @@ def test_a_model_is_compared_with_that_of_the_first_start_and_not_of_the_last(
         run.policy, run.step = policy, step
         run.save()
         run.lock.close()
+
+
+def test_each_start_gives_the_policy_servers_other_random_numbers(monkeypatch, tmp_path):
+    """Otherwise, a run that is often interrupted would sample with the same few random numbers."""
+    seeds = []
+
+    class Servers:
+        def __init__(self, policy, tokenizer, config):
+            seeds.append(config.seed)
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(run_file, "PolicyServers", Servers)
+    for seed, step in ((0, 0), (0, 3), (1, 0), (10**18, 0), (-1, 0), (0, 0)):
+        run = run_file.Run(toy_config(tmp_path, seed=seed, rollout="vllm"))
+        run.step = step
+        run.policy = object.__new__(Policy)
+        with contextlib.ExitStack() as stack:
+            run.start_servers(stack)
+        run.lock.close()
+    assert seeds.pop() == seeds[0] and len(set(seeds)) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)

@@ -64,7 +64,16 @@ def new_groups(prompts=PROMPTS, size=4):
 
 
 def rolled_out(
-    function, model, tokenizer, groups=None, length=24, seed=7, eos_ids=(1,), finished=None, **options
+    function,
+    model,
+    tokenizer,
+    groups=None,
+    length=24,
+    seed=7,
+    split="train",
+    eos_ids=(1,),
+    finished=None,
+    **options,
 ):
     """Run the function for the samples of these groups, sampled in this process, and return the samples."""
     groups = groups or new_groups()
@@ -80,6 +89,7 @@ def rolled_out(
             seed=seed,
             rollout_batch_size=64,
             step=3,
+            split=split,
             on_finished=(finished or (lambda sample: None)),
         )
     finally:
@@ -327,6 +337,13 @@ def test_each_round_and_each_seed_has_other_random_numbers(model, tokenizer):
     first, other = (rolled_out(four_rounds, uniform, tokenizer, eos_ids=(), seed=seed) for seed in (7, 8))
     of_rounds = [*zip(*(sample.response_ids for sample in first + other))]
     assert len(set(of_rounds)) == 4 and len({sample.seed for sample in first + other}) == 2 * len(PROMPTS)
+
+
+def test_no_evaluation_plays_the_games_of_a_training_step(model, tokenizer):
+    """Environments reset to the group's seed. Step 5 of a run with --seed 0 samples with seed 5, too."""
+    train, val = (rolled_out(plainly, model, tokenizer, seed=5, split=split) for split in ("train", "val"))
+    assert {sample.seed for sample in train}.isdisjoint(sample.seed for sample in val)
+    assert [sample.response_ids for sample in train] == [sample.response_ids for sample in val]
 
 
 # ---- what ends a trajectory
