@@ -77,18 +77,28 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(-exceed / buffer * factor, 0.0)
 
 
-def length_penalty_of(config) -> Callable[[int], float] | None:
-    """Return overlong_penalty with the trainer's settings filled in, or None if the penalty is off."""
+def add_length_penalties(groups: list[list], config) -> None:
+    """Add the length penalty to each score. From then on, `reward_score` in Sample.result is the reward.
+
+    Without a verdict, the reward stays None. A failed rollout has no response, and so no penalty.
+    """
     if not config.overlong_buffer:
-        return None
-    penalty = partial(
-        overlong_penalty,
-        max_length=config.max_response_length,
-        buffer=config.overlong_buffer,
-        factor=config.overlong_factor,
-    )
-    penalty(0)  # Raises ValueError early if the buffer is out of range.
-    return penalty
+        return
+    for sample in chain(*groups):
+        if sample.failure:
+            continue
+        penalty = overlong_penalty(
+            len(sample.response_ids),
+            config.max_response_length,
+            config.overlong_buffer,
+            config.overlong_factor,
+        )
+        reward = sample.result["reward_score"]
+        if reward is not None:
+            reward += penalty
+        about = {"overlong_penalty": penalty, "overlong": penalty < 0}
+        info = sample.result["reward_extra_info"] | about
+        sample.result = sample.result | {"reward_score": reward, "reward_extra_info": info}
 
 
 # ---- 2. the inputs of an advantage function

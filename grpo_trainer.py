@@ -42,7 +42,7 @@ if __name__ == "__main__":
 import huggingface_hub
 from tqdm import tqdm
 
-from algorithm import set_advantages
+from algorithm import add_length_penalties, set_advantages
 from policy import Sample
 from rollout import rollout_hf, rollout_vllm
 from run import Run
@@ -292,15 +292,16 @@ def without_failures(groups: list[list[Sample]]) -> list[list[Sample]]:
 
 
 def compute_group_advantages(run: Run, batch: Batch, groups: list[list[Sample]]) -> list[list[Sample]]:
-    """Add a round's groups to the batch, and set their advantages. Returns the groups to train on.
+    """Add a round's groups to the batch, with rewards and advantages. Returns the groups to train on.
 
     With --dynamic-sampling, only groups with a learning signal are returned. Raises RuntimeError if
     check_results does. That check comes last, because a sample whose advantage is not finite loses its
     verdict.
     """
+    config = run.config
+    add_length_penalties(groups, config)
     batch.groups += groups
     is_first = batch.step == run.first_step and batch.rounds == 1
-    config = run.config
     groups_to_train = set_advantages(groups, config, run.decode, config.dynamic_sampling, is_first)
     check_results(run, batch, groups)
     return groups_to_train
@@ -385,6 +386,7 @@ def sample_validation(run: Run, temperature: float, count: int | None = None) ->
     batch = Batch(run.step, temperature, run.config.val_top_p, "val")
     groups = roll_out(run, batch, [(row, count or n) for row, n in run.val_rows])
     batch.groups = wait_for_rewards(run, batch, groups)
+    add_length_penalties(batch.groups, run.config)
     check_results(run, batch, batch.groups)
     return batch.groups
 

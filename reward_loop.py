@@ -327,7 +327,7 @@ class ScoringCall:
     """One call of the function, for one sample or a group. The manager keeps it until a result arrives."""
 
     payload: bytes
-    futures: dict[Future, int | None]  # future result of each sample -> number of response tokens
+    futures: list[Future]  # the future result of each sample
     losses: int = 0  # number of times that the call was lost: a process died, or Ray dropped the call
     http_tries: int = 0  # number of times that the call failed with an HTTP error or a broken connection
 
@@ -364,20 +364,17 @@ class RewardLoopManager:
     Args:
         options: the options for scoring.
         reward_models: the cluster.placement.RewardModelManager that has started the models of options.genrm.
-        overlong: a function that maps the length of a response to its penalty (<= 0). Samples then need
-            `response_length`, in tokens.
     Raises ValueError if an option is invalid, and RuntimeError if a worker does not start or the router
     rejects the key.
     """
 
-    def __init__(self, options: RewardOptions, *, reward_models=None, overlong=None):
+    def __init__(self, options: RewardOptions, *, reward_models=None):
         addresses = named("router_address", options.router_address)
         if reward_models:
             addresses = reward_models.router_addresses
         self.job = options.make_job(addresses)
         self.options = options
         self.reward_models = reward_models
-        self.overlong = overlong
         # If another shell started Ray, workers lack this variable, so they get the key as an argument.
         self._key = router_key()
         self.max_in_flight = options.max_in_flight or 2048
@@ -475,14 +472,11 @@ class RewardLoopManager:
 
     def _submit_call(self, samples: list[dict]) -> list[Future]:
         """Queue one call of the function, for a sample or for a group."""
-        futures = {}
         try:
             arguments = arguments_of(self.job, samples)
-            for sample in samples:
-                futures[Future()] = sample["response_length"] if self.overlong else None
         except KeyError as error:
             raise ValueError(f"the row has no column {error}; add the column (see docs/data.md)") from None
-        call = ScoringCall(pickle.dumps(arguments, protocol=5), futures)
+        call = ScoringCall(pickle.dumps(arguments, protocol=5), [Future() for _ in samples])
         self._unfinished.add(call)
         if self._closed:  # An earlier check could miss a manager that is closing.
             raise RuntimeError(self._closed)
@@ -492,7 +486,7 @@ class RewardLoopManager:
             self._loop.call_soon_threadsafe(self._finish, call, failure("error", message), 0.0)
         else:
             self._enqueue(call)
-        return list(futures)
+        return call.futures
 
     async def score_one(self, sample: dict) -> dict:
         """Score one sample. Any event loop can run this coroutine."""
@@ -685,19 +679,12 @@ class RewardLoopManager:
             return
         self._unfinished.discard(call)
         outcomes = itertools.cycle(outcomes)  # A failed call has one outcome for all samples.
-        for (future, length), (score, extra, status) in zip(call.futures.items(), outcomes):
+        for future, (score, extra, status) in zip(call.futures, outcomes):
             if status in ("error", "timeout"):
                 self._warn_once(f"a sample got no score ({status}): {extra['error']}")
-            reward = score
-            extra = dict(extra)  # The samples of a failed group share one dict.
-            if self.overlong:
-                penalty = self.overlong(length)
-                extra |= {"overlong_penalty": penalty, "overlong": penalty < 0}
-                if score is not None:
-                    reward = score + penalty
             values = {
-                "reward_score": reward,
-                "reward_extra_info": extra,
+                "reward_score": score,
+                "reward_extra_info": dict(extra),  # The samples of a failed group share one dict.
                 "status": status,
                 "seconds": seconds,
             }
@@ -1039,11 +1026,11 @@ def ray_failure(address: str, error: str) -> str:
     return f"Ray: {problem} ({error:.300}); {remedy}"
 
 
-def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False, overlong=None):
+def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False):
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
     Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
-    `sleep_mode`, the reward models sleep between batches. For `overlong`, see RewardLoopManager.
+    `sleep_mode`, the reward models sleep between batches.
     """
     options.make_job()  # This checks the options before Ray starts.
     import ray
@@ -1064,6 +1051,6 @@ def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode
             )
         models = placement.RewardModelManager(options.server_configs(sleep_mode), reservation)
         stack.callback(models.shutdown)
-    manager = RewardLoopManager(options, reward_models=models, overlong=overlong)
+    manager = RewardLoopManager(options, reward_models=models)
     stack.callback(manager.shutdown)
     return manager

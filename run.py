@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 import reward_loop
 import reward_worker
-from algorithm import CLIP_SETTINGS, length_penalty_of
+from algorithm import CLIP_SETTINGS
 from command_line import json_object, named
 from causal_lm import (
     add_adapters,
@@ -539,10 +539,7 @@ class Run:
         stack.callback(self.cancelled.set)
 
     def start_rewards(self, stack, sleep_mode):
-        penalty = length_penalty_of(self.config)
-        self.rewards = reward_loop.start_rewards(
-            self.config, stack, self.reservation, sleep_mode=sleep_mode, overlong=penalty
-        )
+        self.rewards = reward_loop.start_rewards(self.config, stack, self.reservation, sleep_mode=sleep_mode)
         reward_worker.check_files(self.scoring_files)  # starts.jsonl describes these versions.
         if self.rollout_runner:
             if self.config.genrm:

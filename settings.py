@@ -261,10 +261,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         self.make_job()  # This checks all numbers and the settings of the rewards, and loads the function.
         for name in ("advantage_kwargs", "loss_kwargs"):
             json_object(name, getattr(self, name))
-        from algorithm import check_functions, length_penalty_of  # here, because it imports torch
+        from algorithm import check_functions, overlong_penalty  # here, because it imports torch
 
         check_functions(self)
-        length_penalty_of(self)
+        if self.overlong_buffer:  # This checks that the buffer is not too large.
+            overlong_penalty(0, self.max_response_length, self.overlong_buffer, self.overlong_factor)
         if self.overlap and (self.rollout == "hf" or self.reward_mode == "colocate"):
             raise ValueError(
                 "--overlap: does not work with --rollout hf or --reward-mode colocate; pass "

@@ -561,6 +561,21 @@ def test_advantages_per_token_or_per_sequence():
     assert per_row == per_token
 
 
+def test_a_failed_rollout_has_no_length_penalty():
+    """Neither does any sample without --overlong-buffer."""
+    result = {"reward_score": None, "reward_extra_info": {"error": "x"}, "status": "timeout"}
+    samples = [Sample({}, [5], [6] * 8, result=result, failure=failure) for failure in ("timeout", "")]
+    algorithm.add_length_penalties([samples], config_of(max_response_length=8, overlong_buffer=0))
+    assert [sample.result for sample in samples] == [result, result]
+    algorithm.add_length_penalties([samples], config_of(max_response_length=8, overlong_buffer=4))
+    assert samples[0].result == result and samples[1].result["reward_score"] is None
+    assert samples[1].result["reward_extra_info"] == {
+        "error": "x",
+        "overlong_penalty": -1.0,
+        "overlong": True,
+    }
+
+
 def test_overlong_penalty_is_the_reward_loops():
     assert overlong_penalty(100, 100, 40, 1.0) == -1.0
     assert overlong_penalty(60, 100, 40, 1.0) == 0.0

@@ -34,7 +34,7 @@ import grpo_trainer
 import reward_loop
 import run_folder
 from toy import toy_world, warm_start
-from played import lines_of, rows, server, toy_config, without_ray
+from played import RewardsHere, lines_of, rows, server, toy_config, without_ray
 from policy import Policy, RanksLost, Sample
 from run import Interrupts, Run
 from command_line import GROUPS, help_texts
@@ -60,6 +60,43 @@ def test_a_sample_is_scored_with_its_row_text_length_and_turns():
     assert grpo_trainer.scoring_row(sample, 4) == row | {"turns": [{"who": "policy", "text": "so"}]}
     sample.turns = [{"who": "policy", "text": "s", "tokens": 2}, {"who": "tool", "text": "o", "tokens": 1}]
     assert grpo_trainer.scoring_row(sample, 4) == row | {"turns": sample.turns}
+
+
+@pytest.mark.parametrize("mode", ["standalone", "colocate"])
+@pytest.mark.parametrize("buffer", [0, 4])
+def test_the_reward_is_the_score_plus_the_length_penalty(monkeypatch, tmp_path, mode, buffer):
+    """Also in evaluations. A sample without a verdict has a penalty, but no reward."""
+    without_ray(monkeypatch)
+    calls = iter(range(1000))
+
+    def rollout_hf(model, samples, *, on_finished, **options):
+        for sample in samples:
+            length = 6 + next(calls) % 3
+            sample.response_ids, sample.rollout_logprobs = [5] * length, [-1.0] * length
+            on_finished(sample)
+
+    def score_batch(self, rows):
+        return [self.submit(row).result() for row in rows]
+
+    monkeypatch.setattr(grpo_trainer, "rollout_hf", rollout_hf)
+    monkeypatch.setattr(RewardsHere, "score_batch", score_batch)
+    score = "dict(score=[1.0, None, -1.0][response_length % 3], overlong='mine')"
+    parameters = "data_source, solution_str, ground_truth, extra_info, response_length"
+    (tmp_path / "own.py").write_text(f"def reward({parameters}):\n    return {score}\n")
+    options = dict(max_response_length=8, overlong_buffer=buffer, reward_fn=f"{tmp_path}/own.py:reward")
+    options |= dict(total_steps=1, reward_mode=mode, max_no_verdict_rate=1.0, max_logprob_diff=1e9)
+    options |= dict(val_file=(rows(tmp_path / "val.jsonl", 3, "test"),), val_n=2, lr_warmup_steps=0)
+    grpo_trainer.train(toy_config(tmp_path, **options))
+    lines = lines_of(tmp_path / "run", "samples.jsonl")
+    assert {line["split"] for line in lines} == {"train", "val"}
+    found = {(line["response_length"], line["reward_score"]) for line in lines}
+    infos = {line["response_length"]: line["reward_extra_info"] for line in lines}
+    if buffer:
+        assert found == {(6, 0.5), (7, None), (8, -2.0)}
+        assert infos[7] == {"score": None, "overlong": True, "overlong_penalty": -0.75}
+    else:
+        assert found == {(6, 1.0), (7, None), (8, -1.0)}
+        assert infos[7] == {"score": None, "overlong": "mine"}
 
 
 def test_every_round_has_other_random_numbers_and_every_evaluation_the_same(monkeypatch, tmp_path):

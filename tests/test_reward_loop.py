@@ -31,7 +31,8 @@ from aiohttp.test_utils import RawTestServer
 import forked
 import reward_loop
 import reward_worker
-from algorithm import overlong_penalty
+from algorithm import add_length_penalties, overlong_penalty
+from policy import Sample
 from run_folder import no_verdict_rate
 from reward_loop import RewardLoopManager, RewardOptions
 
@@ -45,9 +46,17 @@ def local_ray(one_ray):
     return one_ray
 
 
-def make_manager(reward_models=None, overlong=None, reward_kwargs=None, **options):
+def make_manager(reward_models=None, reward_kwargs=None, **options):
     options = RewardOptions(reward_kwargs=json.dumps(reward_kwargs or {}), **options)
-    return RewardLoopManager(options, reward_models=reward_models, overlong=overlong)
+    return RewardLoopManager(options, reward_models=reward_models)
+
+
+def with_penalties(results, lengths):
+    """Add the trainer's length penalty to results, for responses of these lengths."""
+    settings = SimpleNamespace(max_response_length=100, overlong_buffer=20, overlong_factor=1.0)
+    samples = [Sample({}, [1], [5] * length, result=result) for result, length in zip(results, lengths)]
+    add_length_penalties([samples], settings)
+    return [sample.result for sample in samples]
 
 
 @pytest.fixture
@@ -616,16 +625,17 @@ def test_step_and_seconds(start, function):
 
 @pytest.mark.parametrize("function", ["sync_fault", "async_fault"])
 def test_overlong_shaping_and_no_time_limit(start, function):
-    settings = dict(timeout=float("inf"), overlong=lambda length: overlong_penalty(length, 100, 20, 1.0))
-    manager = start(f"{FAULTS}:{function}", **settings)
-    lengths = [("one", 80), ("one", 95), ("none", 95)]
-    results = manager.score_batch([sample(response, response_length=length) for response, length in lengths])
+    manager = start(f"{FAULTS}:{function}", timeout=float("inf"))
+    returned = manager.score_batch([sample(response) for response in ("one", "one", "none", "raise")])
+    results = with_penalties(returned, [80, 95, 95, 95])
+    assert results.pop()["reward_score"] is None  # An error gets no number, either.
+    assert [result["reward_score"] for result in returned] == [1.0, 1.0, None, None]  # These are unchanged.
+    assert not any("overlong" in result["reward_extra_info"] for result in returned)
     assert [result["reward_score"] for result in results] == [1.0, 0.25, None]
     assert [result["reward_extra_info"]["score"] for result in results] == [1.0, 1.0, None]
     assert [result["reward_extra_info"]["overlong"] for result in results] == [False, True, True]
+    assert [result["reward_extra_info"]["overlong_penalty"] for result in results] == [0.0, -0.75, -0.75]
     assert [result["status"] for result in results] == ["ok", "ok", "no_verdict"]
-    with pytest.raises(ValueError, match="response_length"):
-        manager.score_batch([sample("one")])
 
 
 # ---- all samples of a prompt at once
@@ -670,7 +680,7 @@ def test_a_group_is_one_call_whose_failure_costs_that_group_alone(start, functio
 
 
 def test_what_a_function_of_groups_is_given(start):
-    manager = start(f"{GROUPS}:sees", overlong=lambda length: overlong_penalty(length, 100, 20, 1.0))
+    manager = start(f"{GROUPS}:sees")
     other = [{"role": "user", "content": "2+0?"}]
     rows = [sample(text, response_length=length, step=3) for text, length in (("a", 90), ("bb", 10))]
     rows.insert(1, sample("ccc", response_length=20, prompt=other))
@@ -684,7 +694,8 @@ def test_what_a_function_of_groups_is_given(start):
         ["test", ["a", "bb"], "1", info | {"step": 3}, prompt, [90, 10], 3],
         ["test", ["dd"], "2", info, prompt, [30], None],
     ]
-    assert [result["reward_score"] for result in results] == [1 - 0.5, 3.0, 2.0, 2.0]  # separate penalties
+    rewards = [result["reward_score"] for result in with_penalties(results, [90, 20, 10, 30])]
+    assert rewards == [1 - 0.5, 3.0, 2.0, 2.0]  # separate penalties
     assert "changed" not in rows[0]["extra_info"]
     together = [future.result(30) for future in manager.submit_group(rows[:2])]  # the caller defines groups
     assert [result["reward_extra_info"]["seen"][1] for result in together] == [["a", "ccc"]] * 2
