@@ -84,6 +84,9 @@ FURTHER_COLUMNS = {"prompt", "response_length", "step", "turns"}  # only for fun
 log = logging.getLogger("reward_loop")
 
 
+# ---- options
+
+
 @dataclasses.dataclass(kw_only=True)
 class RewardOptions:
     """Options for scoring samples, inherited by the configuration of every program that scores samples."""
@@ -220,106 +223,37 @@ class RewardOptions:
         return configs
 
 
-def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
-    """Load the reward function and select its arguments. Raise ValueError if it does not accept them."""
-    tokenizer = options.reward_model_tokenizer
-    if tokenizer and not Path(tokenizer).is_dir() and not re.fullmatch(r"[\w-][^/]*(/[^/]+)?", tokenizer):
-        raise ValueError(
-            f"--reward-model-tokenizer {tokenizer}: must be a folder with a tokenizer, or a Hub name"
-        )
-    if options.genrm and not tokenizer:
-        tokenizer = next(iter(named("genrm", options.genrm).values()))
-    spec = options.reward_fn or default_function(options, bool(addresses), tokenizer)
-    path, name = file_and_name("reward_fn", spec)
-    files = fingerprints(str(path))
-    with modules_of_the_user(path.parent):
-        function = load_function(f"{path}:{name}")
-    signature = inspect.signature(function)
-    takes = signature.parameters
-    required = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
-
-    settings = json_object("reward_kwargs", options.reward_kwargs)
-    models = model_arguments(takes, addresses)
-    columns = {key: key in required for key in FURTHER_COLUMNS & (takes.keys() - settings)}
-    sees_group = "solution_strs" in takes
-    names = ["data_source", "ground_truth", "extra_info", *columns]
-    names.append("solution_strs" if sees_group else "solution_str")
-    try:
-        signature.bind(**dict.fromkeys(names), **models | settings)
-    except TypeError as error:
-        raise ValueError(
-            f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
-            "--reward-kwargs or a reward model, or write an adapter (see "
-            "docs/reward_functions.md)"
-        ) from None
-    # Loading a tokenizer takes seconds. Our functions have an optional one only because verl passes it.
-    file = getattr(inspect.unwrap(function), "__globals__", {}).get("__file__")
-    wanted = required if file == f"{HERE}/compute_score.py" else takes
-    needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in wanted
-    # A function with `check_row` is written for this loop, so it passes unknown settings on to our functions.
-    takes_genrm_model = "genrm_model" in models or takes_any(takes) and hasattr(function, "check_row")
-    if "reward_model_tokenizer" not in models or not needs_tokenizer:
-        tokenizer = None
-    elif tokenizer and Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())  # Workers may have another working directory.
-    return Job(
-        function=f"{path}:{name}",
-        kwargs=models | settings,
-        columns=columns,
-        tokenizer=tokenizer,
-        is_async=inspect.iscoroutinefunction(function),
-        sees_group=sees_group,
-        takes_genrm_model=takes_genrm_model,
-        timeout=options.timeout,
-        files=files,
-    )
+# ---- the manager, in the driver
 
 
-def default_function(options: RewardOptions, has_model: bool, tokenizer: str | None) -> str:
-    """Return the reward function of a run without --reward-fn. Raise ValueError if there is none."""
-    function = f"{HERE}/compute_score.py:compute_score"
-    if options.reward_model_task[0] == "classify":
-        if not tokenizer:
+def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False):
+    """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
+
+    Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
+    `sleep_mode`, the reward models sleep between batches.
+    """
+    options.make_job()  # This checks the options before Ray starts.
+    import ray
+
+    if connect_ray():
+        stack.callback(ray.shutdown)
+    models = None
+    if options.genrm:
+        from cluster import placement
+
+        servers = len(options.genrm) * options.genrm_servers
+        cpus = ray.cluster_resources().get("CPU", 0)
+        if cpus and servers * placement.SERVER_CPUS > cpus - WORKER_CPUS:  # Without any, nodes join later.
             raise ValueError(
-                "--reward-model-task classify: the reward model needs a tokenizer; pass "
-                "--reward-model-tokenizer PATH"
+                f"--genrm-servers {options.genrm_servers}: {servers} servers with {placement.SERVER_CPUS} "
+                f"CPUs each leave none of the Ray cluster's {cpus:g} CPUs for the reward workers; start "
+                "fewer servers"
             )
-        return f"{function}_discriminative"
-    if has_model:
-        raise ValueError(
-            "--reward-fn: the default does not query a generative reward model; pass a "
-            "function that does, such as compute_score.py:compute_score_fapo"
-        )
-    return function
-
-
-def takes_any(takes) -> bool:
-    """Return whether a function with these parameters takes `**kwargs`."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-
-
-def model_arguments(takes, addresses: dict[str, str]) -> dict:
-    """Return the arguments about reward models, {name: address}, for a function with these parameters."""
-    if not addresses:
-        return {}
-    offered = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
-    arguments = {key: value for key, value in offered.items() if takes_any(takes) or key in takes}
-    if "reward_router_addresses" in takes:  # It may ask several judges, which need not have the same limits.
-        return arguments | {"reward_router_addresses": addresses}
-    if "genrm_model" in takes and takes["genrm_model"].default is None:
-        arguments["genrm_model"] = None  # RewardLoopManager fills in the name.
-    return arguments
-
-
-def row_checker(job: Job):
-    """Return the check of rows that the function has as its attribute `check_row`. It raises ValueError."""
-    file = job.function.rpartition(":")[0]
-    with modules_of_the_user(Path(file).parent):
-        function = load_function(job.function)
-    check = getattr(function, "check_row", None)
-    if check is None:
-        return lambda row: None
-    return lambda row: check(row, job.kwargs)
+        models = placement.RewardModelManager(options.server_configs(sleep_mode), reservation)
+        stack.callback(models.shutdown)
+    manager = RewardLoopManager(options, reward_models=models)
+    stack.callback(manager.shutdown)
+    return manager
 
 
 @dataclasses.dataclass(eq=False)
@@ -698,186 +632,109 @@ class RewardLoopManager:
             log.warning(text)
 
 
-def router_key() -> str:
-    """Return the key for the router. If it accepts several, the environment variable ends with the newest.
-
-    Raises ValueError if the key contains white space or is not ASCII.
-    """
-    key = os.environ.get("ROUTER_API_KEY", "").strip(", \n").rpartition(",")[2].strip()
-    if re.search(r"[^!-~]", key):  # An HTTP library would show the key in its error.
-        problem = "a key contains white space or a non-ASCII character; separate keys with commas"
-        raise ValueError(f"ROUTER_API_KEY: {problem}")
-    return key
+# ---- planning a call: the function and its arguments
 
 
-class WrongKey(RuntimeError):
-    """The router rejects the key."""
-
-    exit_code = 2  # The key is an input.
-
-
-def get_json(address: str, path: str, timeout: float):
-    """Return the JSON at this address. Raise OSError or ValueError if there is none.
-
-    Raises RuntimeError if the router rejects the key.
-    """
-    from genrm_server import request
-
-    status, text = request("GET", address + path, api_key=router_key(), timeout=timeout)
-    if not status:
-        raise OSError(text)
-    if status == 401:
-        raise WrongKey(
-            f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY to the router's key, or, "
-            "if the router forwards to an API, start it with the API's key in ROUTER_SERVER_KEY"
-        )
-    if status != 200:
-        raise ValueError(f"status {status}: {text:.200}")
-    return json.loads(text)
-
-
-def count_servers(address: str) -> int:
-    """Return the number of servers behind the router at this address, or 1 if there is no router.
-
-    Raises RuntimeError if the router rejects the key.
-    """
-    try:
-        workers = get_json(address, "/workers", timeout=10)["workers"]
-        reasons = []
-        for worker in workers:  # Routers of other programs list their servers in other forms.
-            if isinstance(worker, dict) and worker.get("why") and not worker.get("healthy"):
-                reasons.append(f"{worker['url']}: {worker['why']}")
-        if len(reasons) == len(workers):
-            reason = "; ".join(reasons) or "there are none"
-            log.warning(
-                "--router-address %s: no server is healthy (%s); samples wait for one", address, reason
-            )
-        return max(1, len(workers))
-    except OSError as error:
-        log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
-        return 1
-    except (ValueError, LookupError, TypeError):
-        return 1
-
-
-def listed_models(address: str) -> list[dict]:
-    """Return the models that the server at this address lists, by name. Raise an error if there are none."""
-    cards = get_json(address, "/v1/models", timeout=60)["data"]
-    if not cards:
-        raise ValueError("it lists no models")
-    return sorted(cards, key=lambda card: card["id"])
-
-
-def served_models(addresses: dict[str, str], chosen=()) -> dict[str, str | None]:
-    """Ask the server at each address for its models. Return {name: models, or None without a response}.
-
-    If a server lists models in `chosen`, only those are returned for it. A chosen model that no server
-    lists is logged. It is not rejected, because some servers accept names that they do not list. Raises
-    RuntimeError if a server rejects the key.
-    """
-    models = {}
-    listed = []
-    for name, address in addresses.items():
-        models[name] = None
-        try:
-            cards = listed_models(address)
-            listed += [card["id"] for card in cards]
-            cards = [card for card in cards if card["id"] in chosen] or cards
-            # Models with the same id differ in their root, which may be a folder that has been overwritten.
-            texts = [f"{card['id']} {card.get('root')} {folder_digest(card.get('root'))}" for card in cards]
-            models[name] = ", ".join(sorted(text.strip() for text in texts))
-        except RuntimeError:  # The server rejects the key.
-            raise
-        except Exception:  # The server does not respond or lists no models.
-            pass
-    for model in chosen:
-        if model and model not in listed and listed and None not in models.values():
-            log.warning(
-                "no server lists the model %s; choose one of %s with genrm_model (evaluate_genrm: --model)",
-                model,
-                ", ".join(dict.fromkeys(listed)),
-            )
-    return models
-
-
-def chosen_models(settings: dict) -> list[str | None]:
-    """Return genrm_model of the settings, and of settings for a second judge (docs/judges.py)."""
-    return [one.get("genrm_model") for one in (settings, *settings.values()) if isinstance(one, dict)]
-
-
-def folder_digest(path: str | None) -> str:
-    """Return a digest of the sizes and modification times of a model's files; empty if it is no folder."""
-    if not path or not os.path.isdir(os.path.expanduser(path)):
-        return ""
-    from genrm_server import model_state
-
-    return sha256(json.dumps(model_state(path)).encode())
-
-
-def changes_between(before, now: dict) -> list[str]:
-    """Return the names of the values that have changed between two starts. Both have the keys of `scored_by`.
-
-    A model that did not respond at one of the starts does not count as changed.
-    """
-    if not isinstance(before, dict) or before.keys() != now.keys():
-        return ["the version of the file"]
-    changed = [name for name in now if name != "models" and before[name] != now[name]]
-    # The order counts: a reward function gets the address of the first model.
-    names = [", ".join(one["models"]) or "none" for one in (before, now)]
-    if names[0] != names[1]:
-        changed.append(f"the names of the models ({names[0]}; now {names[1]})")
-    for name, model in before["models"].items():
-        if model and now["models"].get(name) not in (None, model):
-            changed.append(f"the model {name}")
-    return changed
-
-
-def only_model(cards: list[dict], address: str, remedy: str) -> dict:
-    """Return the entry of the only model in a server's list. The model may have several names.
-
-    Raises:
-        ValueError: There are several models. The remedy has one of the names in place of NAME.
-    """
-    if len({card.get("root") or card["id"] for card in cards}) > 1:
-        names = [card["id"] for card in cards]
-        remedy = remedy.replace("NAME", names[0])
+def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
+    """Load the reward function and select its arguments. Raise ValueError if it does not accept them."""
+    tokenizer = options.reward_model_tokenizer
+    if tokenizer and not Path(tokenizer).is_dir() and not re.fullmatch(r"[\w-][^/]*(/[^/]+)?", tokenizer):
         raise ValueError(
-            f"--router-address {address}: the server serves several models "
-            f"({', '.join(names)}); choose one with {remedy}"
+            f"--reward-model-tokenizer {tokenizer}: must be a folder with a tokenizer, or a Hub name"
         )
-    return cards[0]
+    if options.genrm and not tokenizer:
+        tokenizer = next(iter(named("genrm", options.genrm).values()))
+    spec = options.reward_fn or default_function(options, bool(addresses), tokenizer)
+    path, name = file_and_name("reward_fn", spec)
+    files = fingerprints(str(path))
+    with modules_of_the_user(path.parent):
+        function = load_function(f"{path}:{name}")
+    signature = inspect.signature(function)
+    takes = signature.parameters
+    required = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
+
+    settings = json_object("reward_kwargs", options.reward_kwargs)
+    models = model_arguments(takes, addresses)
+    columns = {key: key in required for key in FURTHER_COLUMNS & (takes.keys() - settings)}
+    sees_group = "solution_strs" in takes
+    names = ["data_source", "ground_truth", "extra_info", *columns]
+    names.append("solution_strs" if sees_group else "solution_str")
+    try:
+        signature.bind(**dict.fromkeys(names), **models | settings)
+    except TypeError as error:
+        raise ValueError(
+            f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
+            "--reward-kwargs or a reward model, or write an adapter (see "
+            "docs/reward_functions.md)"
+        ) from None
+    # Loading a tokenizer takes seconds. Our functions have an optional one only because verl passes it.
+    file = getattr(inspect.unwrap(function), "__globals__", {}).get("__file__")
+    wanted = required if file == f"{HERE}/compute_score.py" else takes
+    needs_tokenizer = options.reward_model_tokenizer or "reward_model_tokenizer" in wanted
+    # A function with `check_row` is written for this loop, so it passes unknown settings on to our functions.
+    takes_genrm_model = "genrm_model" in models or takes_any(takes) and hasattr(function, "check_row")
+    if "reward_model_tokenizer" not in models or not needs_tokenizer:
+        tokenizer = None
+    elif tokenizer and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).absolute())  # Workers may have another working directory.
+    return Job(
+        function=f"{path}:{name}",
+        kwargs=models | settings,
+        columns=columns,
+        tokenizer=tokenizer,
+        is_async=inspect.iscoroutinefunction(function),
+        sees_group=sees_group,
+        takes_genrm_model=takes_genrm_model,
+        timeout=options.timeout,
+        files=files,
+    )
 
 
-def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
-    """Return {address: entry of its only model in /v1/models} for the judges that the function may ask.
+def default_function(options: RewardOptions, has_model: bool, tokenizer: str | None) -> str:
+    """Return the reward function of a run without --reward-fn. Raise ValueError if there is none."""
+    function = f"{HERE}/compute_score.py:compute_score"
+    if options.reward_model_task[0] == "classify":
+        if not tokenizer:
+            raise ValueError(
+                "--reward-model-task classify: the reward model needs a tokenizer; pass "
+                "--reward-model-tokenizer PATH"
+            )
+        return f"{function}_discriminative"
+    if has_model:
+        raise ValueError(
+            "--reward-fn: the default does not query a generative reward model; pass a "
+            "function that does, such as compute_score.py:compute_score_fapo"
+        )
+    return function
 
-    Requests of all workers that name no model go to these models, so that a judge cannot change during the
-    run. If an address does not respond, the workers look its model up themselves. Raises ValueError if there
-    are several models, the settings name none, and the function would take `genrm_model`.
-    """
-    settings = job.kwargs
-    uses_chat = any(Path(file).name == "compute_score.py" for file in job.files)
-    if settings.get("genrm_model") or not (uses_chat or job.takes_genrm_model):
+
+def model_arguments(takes, addresses: dict[str, str]) -> dict:
+    """Return the arguments about reward models, {name: address}, for a function with these parameters."""
+    if not addresses:
         return {}
-    chosen = chosen_models(settings)
-    count = len(addresses) if "reward_router_addresses" in settings else 1
-    models = {}
-    for number, address in enumerate(list(addresses.values())[:count]):
-        try:
-            cards = listed_models(address)
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-        if number and any(card["id"] in chosen for card in cards):
-            continue  # The settings of this judge name its model.
-        remedy = """--reward-kwargs '{"genrm_model": "NAME"}'"""
-        if number:
-            remedy = "genrm_model in the settings of this judge (in --reward-kwargs)"
-        try:
-            models[address] = only_model(cards, address, remedy)
-        except ValueError:
-            if job.takes_genrm_model:
-                raise
-    return models
+    offered = {"reward_router_address": next(iter(addresses.values())), "reward_model_tokenizer": None}
+    arguments = {key: value for key, value in offered.items() if takes_any(takes) or key in takes}
+    if "reward_router_addresses" in takes:  # It may ask several judges, which need not have the same limits.
+        return arguments | {"reward_router_addresses": addresses}
+    if "genrm_model" in takes and takes["genrm_model"].default is None:
+        arguments["genrm_model"] = None  # RewardLoopManager fills in the name.
+    return arguments
+
+
+def takes_any(takes) -> bool:
+    """Return whether a function with these parameters takes `**kwargs`."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+
+
+def row_checker(job: Job):
+    """Return the check of rows that the function has as its attribute `check_row`. It raises ValueError."""
+    file = job.function.rpartition(":")[0]
+    with modules_of_the_user(Path(file).parent):
+        function = load_function(job.function)
+    check = getattr(function, "check_row", None)
+    if check is None:
+        return lambda row: None
+    return lambda row: check(row, job.kwargs)
 
 
 def arguments_of(job: Job, samples: list[dict]) -> dict:
@@ -918,31 +775,6 @@ def text_of(response) -> str | None:
     return response if isinstance(response, str) else None
 
 
-def memory_kills() -> list[str]:
-    """Return one complaint about each process of this program that Ray's memory monitor has killed."""
-    import ray
-
-    complaints = []
-    with contextlib.suppress(AttributeError, ImportError):  # Other versions of Ray may store this elsewhere.
-        from ray.core.generated import common_pb2, gcs_pb2
-
-        job = ray.get_runtime_context().get_job_id()
-        for row in ray._private.state.state._connect_and_get_accessor().get_worker_table():
-            process = gcs_pb2.WorkerTableData.FromString(row)
-            if process.exit_type == common_pb2.NODE_OUT_OF_MEMORY and process.job_id.hex() == job:
-                report = re.sub(r", ID: \w+", "", process.exit_detail.partition("\n")[0])
-                complaints.append(
-                    f"out of memory. Ray reports: {report}; end other programs, or lower "
-                    "--num-workers and --sync-processes"
-                )
-    return complaints
-
-
-def start_error(error: Exception | str) -> RuntimeError:
-    """Return an error with the last line of Ray's long message about a worker that cannot start."""
-    return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
-
-
 def by_group(samples: list[dict]) -> list[list[int]]:
     """Group samples by prompt, data source, reward_model and `group` (if present); return their indices."""
     groups = collections.defaultdict(list)
@@ -950,6 +782,194 @@ def by_group(samples: list[dict]) -> list[list[int]]:
         key = [sample["prompt"], sample["data_source"], sample["reward_model"], sample.get("group")]
         groups[json.dumps(key, default=str)].append(number)
     return list(groups.values())
+
+
+# ---- which models an address lists
+
+
+def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:
+    """Return {address: entry of its only model in /v1/models} for the judges that the function may ask.
+
+    Requests of all workers that name no model go to these models, so that a judge cannot change during the
+    run. If an address does not respond, the workers look its model up themselves. Raises ValueError if there
+    are several models, the settings name none, and the function would take `genrm_model`.
+    """
+    settings = job.kwargs
+    uses_chat = any(Path(file).name == "compute_score.py" for file in job.files)
+    if settings.get("genrm_model") or not (uses_chat or job.takes_genrm_model):
+        return {}
+    chosen = chosen_models(settings)
+    count = len(addresses) if "reward_router_addresses" in settings else 1
+    models = {}
+    for number, address in enumerate(list(addresses.values())[:count]):
+        try:
+            cards = listed_models(address)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if number and any(card["id"] in chosen for card in cards):
+            continue  # The settings of this judge name its model.
+        remedy = """--reward-kwargs '{"genrm_model": "NAME"}'"""
+        if number:
+            remedy = "genrm_model in the settings of this judge (in --reward-kwargs)"
+        try:
+            models[address] = only_model(cards, address, remedy)
+        except ValueError:
+            if job.takes_genrm_model:
+                raise
+    return models
+
+
+def only_model(cards: list[dict], address: str, remedy: str) -> dict:
+    """Return the entry of the only model in a server's list. The model may have several names.
+
+    Raises:
+        ValueError: There are several models. The remedy has one of the names in place of NAME.
+    """
+    if len({card.get("root") or card["id"] for card in cards}) > 1:
+        names = [card["id"] for card in cards]
+        remedy = remedy.replace("NAME", names[0])
+        raise ValueError(
+            f"--router-address {address}: the server serves several models "
+            f"({', '.join(names)}); choose one with {remedy}"
+        )
+    return cards[0]
+
+
+def served_models(addresses: dict[str, str], chosen=()) -> dict[str, str | None]:
+    """Ask the server at each address for its models. Return {name: models, or None without a response}.
+
+    If a server lists models in `chosen`, only those are returned for it. A chosen model that no server
+    lists is logged. It is not rejected, because some servers accept names that they do not list. Raises
+    RuntimeError if a server rejects the key.
+    """
+    models = {}
+    listed = []
+    for name, address in addresses.items():
+        models[name] = None
+        try:
+            cards = listed_models(address)
+            listed += [card["id"] for card in cards]
+            cards = [card for card in cards if card["id"] in chosen] or cards
+            # Models with the same id differ in their root, which may be a folder that has been overwritten.
+            texts = [f"{card['id']} {card.get('root')} {folder_digest(card.get('root'))}" for card in cards]
+            models[name] = ", ".join(sorted(text.strip() for text in texts))
+        except RuntimeError:  # The server rejects the key.
+            raise
+        except Exception:  # The server does not respond or lists no models.
+            pass
+    for model in chosen:
+        if model and model not in listed and listed and None not in models.values():
+            log.warning(
+                "no server lists the model %s; choose one of %s with genrm_model (evaluate_genrm: --model)",
+                model,
+                ", ".join(dict.fromkeys(listed)),
+            )
+    return models
+
+
+def listed_models(address: str) -> list[dict]:
+    """Return the models that the server at this address lists, by name. Raise an error if there are none."""
+    cards = get_json(address, "/v1/models", timeout=60)["data"]
+    if not cards:
+        raise ValueError("it lists no models")
+    return sorted(cards, key=lambda card: card["id"])
+
+
+def chosen_models(settings: dict) -> list[str | None]:
+    """Return genrm_model of the settings, and of settings for a second judge (docs/judges.py)."""
+    return [one.get("genrm_model") for one in (settings, *settings.values()) if isinstance(one, dict)]
+
+
+def changes_between(before, now: dict) -> list[str]:
+    """Return the names of the values that have changed between two starts. Both have the keys of `scored_by`.
+
+    A model that did not respond at one of the starts does not count as changed.
+    """
+    if not isinstance(before, dict) or before.keys() != now.keys():
+        return ["the version of the file"]
+    changed = [name for name in now if name != "models" and before[name] != now[name]]
+    # The order counts: a reward function gets the address of the first model.
+    names = [", ".join(one["models"]) or "none" for one in (before, now)]
+    if names[0] != names[1]:
+        changed.append(f"the names of the models ({names[0]}; now {names[1]})")
+    for name, model in before["models"].items():
+        if model and now["models"].get(name) not in (None, model):
+            changed.append(f"the model {name}")
+    return changed
+
+
+def folder_digest(path: str | None) -> str:
+    """Return a digest of the sizes and modification times of a model's files; empty if it is no folder."""
+    if not path or not os.path.isdir(os.path.expanduser(path)):
+        return ""
+    from genrm_server import model_state
+
+    return sha256(json.dumps(model_state(path)).encode())
+
+
+def count_servers(address: str) -> int:
+    """Return the number of servers behind the router at this address, or 1 if there is no router.
+
+    Raises RuntimeError if the router rejects the key.
+    """
+    try:
+        workers = get_json(address, "/workers", timeout=10)["workers"]
+        reasons = []
+        for worker in workers:  # Routers of other programs list their servers in other forms.
+            if isinstance(worker, dict) and worker.get("why") and not worker.get("healthy"):
+                reasons.append(f"{worker['url']}: {worker['why']}")
+        if len(reasons) == len(workers):
+            reason = "; ".join(reasons) or "there are none"
+            log.warning(
+                "--router-address %s: no server is healthy (%s); samples wait for one", address, reason
+            )
+        return max(1, len(workers))
+    except OSError as error:
+        log.warning("--router-address %s: no response yet (%s); samples wait for the router", address, error)
+        return 1
+    except (ValueError, LookupError, TypeError):
+        return 1
+
+
+def get_json(address: str, path: str, timeout: float):
+    """Return the JSON at this address. Raise OSError or ValueError if there is none.
+
+    Raises RuntimeError if the router rejects the key.
+    """
+    from genrm_server import request
+
+    status, text = request("GET", address + path, api_key=router_key(), timeout=timeout)
+    if not status:
+        raise OSError(text)
+    if status == 401:
+        raise WrongKey(
+            f"--router-address {address}: wrong or missing key; set ROUTER_API_KEY to the router's key, or, "
+            "if the router forwards to an API, start it with the API's key in ROUTER_SERVER_KEY"
+        )
+    if status != 200:
+        raise ValueError(f"status {status}: {text:.200}")
+    return json.loads(text)
+
+
+class WrongKey(RuntimeError):
+    """The router rejects the key."""
+
+    exit_code = 2  # The key is an input.
+
+
+def router_key() -> str:
+    """Return the key for the router. If it accepts several, the environment variable ends with the newest.
+
+    Raises ValueError if the key contains white space or is not ASCII.
+    """
+    key = os.environ.get("ROUTER_API_KEY", "").strip(", \n").rpartition(",")[2].strip()
+    if re.search(r"[^!-~]", key):  # An HTTP library would show the key in its error.
+        problem = "a key contains white space or a non-ASCII character; separate keys with commas"
+        raise ValueError(f"ROUTER_API_KEY: {problem}")
+    return key
+
+
+# ---- joining or starting Ray
 
 
 def connect_ray() -> bool:
@@ -1026,31 +1046,26 @@ def ray_failure(address: str, error: str) -> str:
     return f"Ray: {problem} ({error:.300}); {remedy}"
 
 
-def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False):
-    """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
+def start_error(error: Exception | str) -> RuntimeError:
+    """Return an error with the last line of Ray's long message about a worker that cannot start."""
+    return RuntimeError(f"a reward worker cannot be started: {str(error).strip().splitlines()[-1]}")
 
-    Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
-    `sleep_mode`, the reward models sleep between batches.
-    """
-    options.make_job()  # This checks the options before Ray starts.
+
+def memory_kills() -> list[str]:
+    """Return one complaint about each process of this program that Ray's memory monitor has killed."""
     import ray
 
-    if connect_ray():
-        stack.callback(ray.shutdown)
-    models = None
-    if options.genrm:
-        from cluster import placement
+    complaints = []
+    with contextlib.suppress(AttributeError, ImportError):  # Other versions of Ray may store this elsewhere.
+        from ray.core.generated import common_pb2, gcs_pb2
 
-        servers = len(options.genrm) * options.genrm_servers
-        cpus = ray.cluster_resources().get("CPU", 0)
-        if cpus and servers * placement.SERVER_CPUS > cpus - WORKER_CPUS:  # Without any, nodes join later.
-            raise ValueError(
-                f"--genrm-servers {options.genrm_servers}: {servers} servers with {placement.SERVER_CPUS} "
-                f"CPUs each leave none of the Ray cluster's {cpus:g} CPUs for the reward workers; start "
-                "fewer servers"
-            )
-        models = placement.RewardModelManager(options.server_configs(sleep_mode), reservation)
-        stack.callback(models.shutdown)
-    manager = RewardLoopManager(options, reward_models=models)
-    stack.callback(manager.shutdown)
-    return manager
+        job = ray.get_runtime_context().get_job_id()
+        for row in ray._private.state.state._connect_and_get_accessor().get_worker_table():
+            process = gcs_pb2.WorkerTableData.FromString(row)
+            if process.exit_type == common_pb2.NODE_OUT_OF_MEMORY and process.job_id.hex() == job:
+                report = re.sub(r", ID: \w+", "", process.exit_detail.partition("\n")[0])
+                complaints.append(
+                    f"out of memory. Ray reports: {report}; end other programs, or lower "
+                    "--num-workers and --sync-processes"
+                )
+    return complaints
