@@ -262,8 +262,8 @@ class ScoringCall:
 
     payload: bytes
     futures: list[Future]  # the future result of each sample
-    losses: int = 0  # number of times that the call was lost: a process died, or Ray dropped the call
-    http_tries: int = 0  # number of times that the call failed with an HTTP error or a broken connection
+    times_lost: int = 0  # how often the call was lost: a process died, or Ray dropped the call
+    http_tries: int = 0  # how often it failed with an HTTP error or a broken connection
 
 
 @dataclasses.dataclass(eq=False)
@@ -527,7 +527,7 @@ class RewardLoopManager:
                 worker = min(ready, key=lambda worker: len(worker.pending))
                 number = next(self._numbers)
                 worker.pending[number] = call
-                outgoing[worker][number] = call.losses >= ISOLATE_AFTER, call.payload
+                outgoing[worker][number] = call.times_lost >= ISOLATE_AFTER, call.payload
                 free -= 1
             for worker, batch in outgoing.items():
                 self._tasks.create_task(self._send(worker, batch))
@@ -585,15 +585,15 @@ class RewardLoopManager:
             worker.ready = True
             self._wake.set()
 
-    def _requeue(self, worker, numbers, losses: int = 1):
+    def _requeue(self, worker, numbers, times: int = 1):
         """Queue lost calls again. A call that was lost too often gets the status "error"."""
         for number in reversed(list(numbers)):
             call = worker.pending.pop(number, None)
             if not call:
                 continue
-            call.losses += losses
-            if call.losses > GIVE_UP_AFTER:
-                message = f"no result: the grading process or the worker died or hung {call.losses} times"
+            call.times_lost += times
+            if call.times_lost > GIVE_UP_AFTER:
+                message = f"no result: the grading process or the worker died or hung {call.times_lost} times"
                 self._finish(call, failure("error", message), 0.0)
             else:
                 self._queue.appendleft(call)
