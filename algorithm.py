@@ -3,9 +3,10 @@
     groups_to_train = set_advantages(groups, options, decode)      # fills in Sample.advantage
     loss, sums = compute_policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens)
 
-Your own advantage or loss is a function in your own file (--advantage FILE:NAME, --loss FILE:NAME); section 6
-says what it must do, recipes/advantages.py has worked examples, and docs/algorithms.md compares them. FAPO's
-reward (equation 8 of the paper) is computed in compute_score.py.
+The algorithm ends with section 5. Section 6 finds paragraphs, for advantages that differ between tokens. Your
+own advantage or loss is a function in your own file (--advantage FILE:NAME, --loss FILE:NAME); section 7 says
+what it must do, recipes/advantages.py has worked examples, and docs/algorithms.md compares them.
+FAPO's reward (equation 8 of the paper) is computed in compute_score.py.
 
 This file imports nothing from this repository but reward_worker.py and policy.py, to check FILE:NAME.
 Not covered: value functions (GAE), a KL term inside the reward.
@@ -413,7 +414,83 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
 
 
-# ---- 6. functions from your own files
+# ---- 6. locating paragraphs in the tokens of a response
+
+
+def starts_of(sample, count: int | None, decode) -> list[int]:
+    """Return the token indices at which the first `count` paragraphs (or turns) of a sample begin.
+
+    If `count` is None, these are the indices of all of them.
+    """
+    if sample.has_turns:
+        lengths = [turn["tokens"] for turn in sample.turns]
+        return list(accumulate(lengths[:-1], initial=0))[:count]
+    places = paragraph_starts(sample.text)[:count]
+    return tokens_before(places, sample.text, sample.response_ids, decode)
+
+
+def paragraph_starts(text: str) -> list[int]:
+    """Return where each paragraph begins. compute_score.split_paragraphs finds the same paragraphs."""
+    starts = []
+    end = 0
+    for part in text.split("\n\n"):
+        if part.strip():
+            starts.append(end + len(part) - len(part.lstrip()))
+        end += len(part) + 2
+    return starts
+
+
+def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
+    """Return how many tokens of a response precede each place in its text.
+
+    A token that spans a place belongs to the text after it. The text is not re-encoded, because that could
+    yield different tokens. Instead, a binary search finds the first token at which the decoded text extends
+    beyond the place. Each search starts near the previous place, so that it decodes few tokens.
+
+    Args:
+        places: Character indices, in ascending order.
+        text: The text of all `ids`.
+        ids: The tokens of the response.
+        decode: A function from token ids to text.
+    """
+    counts = []
+    low, last = 0, len(ids) - 1
+    first, offset = 0, 0  # Decoding starts with token `first`, whose text starts at `offset`.
+
+    def reaches_beyond(token: int) -> bool:
+        """Return whether the text up to this token, which is included, extends beyond the place."""
+        decoded = decode(ids[first : token + 1])
+        return decoded.startswith(before) and decoded != before
+
+    for place in places:
+        before = text[offset:place]
+        reach = 8
+        while low + reach < last and not reaches_beyond(low + reach):
+            low += reach + 1
+            reach *= 2
+        high = min(low + reach, last)
+        low = bisect_left(range(high), True, low, high, key=reaches_beyond)
+        counts.append(low)
+        first, offset = later_start(first, offset, low, text, ids, decode)
+    return counts
+
+
+def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
+    """Return a token shortly before `end` at which decoding can start, and the offset of this token's text.
+
+    Decoders drop a leading space, and one character may consist of several tokens. A start is therefore valid
+    only if decoding from there gives the same text as decoding from `first`. Otherwise, `first` is returned.
+    """
+    decoded = decode(ids[first:end])
+    for context in (8, 32):
+        near = decode(ids[end - context : end])
+        fits = near.strip() and near[0] != "\ufffd" and decoded.endswith(near)
+        if end - context > first and fits and text.startswith(decoded, offset):
+            return end - context, offset + len(decoded) - len(near)
+    return first, offset
+
+
+# ---- 7. functions from your own files
 
 
 def advantage_function(options) -> Callable:
@@ -609,79 +686,3 @@ def check_loss(options) -> str:
                 "so that the result would depend on the split into micro-batches"
             )
     return ""
-
-
-# ---- 7. locating paragraphs in the tokens of a response
-
-
-def starts_of(sample, count: int | None, decode) -> list[int]:
-    """Return the token indices at which the first `count` paragraphs (or turns) of a sample begin.
-
-    If `count` is None, these are the indices of all of them.
-    """
-    if sample.has_turns:
-        lengths = [turn["tokens"] for turn in sample.turns]
-        return list(accumulate(lengths[:-1], initial=0))[:count]
-    places = paragraph_starts(sample.text)[:count]
-    return tokens_before(places, sample.text, sample.response_ids, decode)
-
-
-def paragraph_starts(text: str) -> list[int]:
-    """Return where each paragraph begins. compute_score.split_paragraphs finds the same paragraphs."""
-    starts = []
-    end = 0
-    for part in text.split("\n\n"):
-        if part.strip():
-            starts.append(end + len(part) - len(part.lstrip()))
-        end += len(part) + 2
-    return starts
-
-
-def tokens_before(places: list[int], text: str, ids: list[int], decode) -> list[int]:
-    """Return how many tokens of a response precede each place in its text.
-
-    A token that spans a place belongs to the text after it. The text is not re-encoded, because that could
-    yield different tokens. Instead, a binary search finds the first token at which the decoded text extends
-    beyond the place. Each search starts near the previous place, so that it decodes few tokens.
-
-    Args:
-        places: Character indices, in ascending order.
-        text: The text of all `ids`.
-        ids: The tokens of the response.
-        decode: A function from token ids to text.
-    """
-    counts = []
-    low, last = 0, len(ids) - 1
-    first, offset = 0, 0  # Decoding starts with token `first`, whose text starts at `offset`.
-
-    def reaches_beyond(token: int) -> bool:
-        """Return whether the text up to this token, which is included, extends beyond the place."""
-        decoded = decode(ids[first : token + 1])
-        return decoded.startswith(before) and decoded != before
-
-    for place in places:
-        before = text[offset:place]
-        reach = 8
-        while low + reach < last and not reaches_beyond(low + reach):
-            low += reach + 1
-            reach *= 2
-        high = min(low + reach, last)
-        low = bisect_left(range(high), True, low, high, key=reaches_beyond)
-        counts.append(low)
-        first, offset = later_start(first, offset, low, text, ids, decode)
-    return counts
-
-
-def later_start(first: int, offset: int, end: int, text: str, ids: list[int], decode) -> tuple[int, int]:
-    """Return a token shortly before `end` at which decoding can start, and the offset of this token's text.
-
-    Decoders drop a leading space, and one character may consist of several tokens. A start is therefore valid
-    only if decoding from there gives the same text as decoding from `first`. Otherwise, `first` is returned.
-    """
-    decoded = decode(ids[first:end])
-    for context in (8, 32):
-        near = decode(ids[end - context : end])
-        fits = near.strip() and near[0] != "\ufffd" and decoded.endswith(near)
-        if end - context > first and fits and text.startswith(decoded, offset):
-            return end - context, offset + len(decoded) - len(near)
-    return first, offset
