@@ -89,7 +89,7 @@ class Sample:
     failure: str = ""  # "error" or "timeout" if the rollout failed; such a sample gets no reward.
     tool_seconds: float = 0.0  # Seconds spent in the rollout function, excluding waits for the policy.
     # Policy.update fills in the next two fields, one log-probability per token, before the first update.
-    old_logprobs: torch.Tensor | None = field(default=None, compare=False)
+    old_logprobs: torch.Tensor | list[float] | None = field(default=None, compare=False)
     reference_logprobs: torch.Tensor | None = field(default=None, compare=False)
 
     @property
@@ -285,8 +285,12 @@ class Policy:
         Returns the sums of compare_with_sampler.
         """
         sums = Counter()
-        if not (self.samples_itself or self.config.sampler_logprobs):
-            sums = self.compare_with_sampler(samples_of(batches[1:]))
+        later = samples_of(batches[1:])
+        if self.samples_itself or self.config.sampler_logprobs:
+            for sample in later:
+                sample.old_logprobs = sample.rollout_logprobs
+        else:
+            sums = self.compare_with_sampler(later)
         if self.reference is not None:
             with without_adapters(self.reference):
                 for sample, logprobs in self.logprobs_of(samples_of(batches), self.reference):
@@ -325,8 +329,6 @@ class Policy:
                 advantages = padded([advantages_of(sample) for sample in part], self.device)
                 if is_first_update:
                     old = logprobs.detach()
-                elif self.samples_itself or config.sampler_logprobs:
-                    old = rollout
                 else:
                     old = padded([sample.old_logprobs for sample in part], self.device)
                 loss, found = compute_policy_loss(
