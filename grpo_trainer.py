@@ -190,24 +190,13 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     started = time.perf_counter()
     groups = [[Sample(row, row["prompt_ids"]) for _ in range(count)] for row, count in prompts]
     samples = list(chain(*groups))
-    units = groups  # The samples of a unit are scored together.
-    if not run.rewards.job.sees_group:
-        units = [[sample] for sample in samples]
-    unit_of_running = {}
-    for unit in units:
-        for sample in unit:
-            unit_of_running[id(sample)] = unit
+    submitter = Submitter(run.rewards, groups, batch.step)
     progress = tqdm(total=len(samples), desc=f"step {batch.step}", leave=False, disable=None)
 
     def finished(sample: Sample) -> None:
         sample.text = run.decode(sample.response_ids)
-        unit = unit_of_running.pop(id(sample))
-        has_ended = not any(id(other) in unit_of_running for other in unit)
-        unit = [other for other in unit if not other.failure]  # A failed rollout has no response to score.
-        if has_ended and unit and config.reward_mode == "standalone":
-            futures = run.rewards.submit_group([scoring_row(other, batch.step) for other in unit])
-            for other, future in zip(unit, futures):
-                other.pending_result = future
+        if config.reward_mode == "standalone":
+            submitter.submit_ended(sample)
         progress.update()
 
     options = dict(
@@ -243,6 +232,35 @@ def roll_out(run: Run, batch: Batch, prompts: list[tuple[dict, int]]) -> list[li
     if not config.dynamic_sampling:  # Otherwise, the verdicts decide whether another round follows.
         batch.rolled_out.set()
     return groups
+
+
+class Submitter:
+    """Submits each sample for scoring as soon as its rollout ends, or each group when its last rollout ends.
+
+    A failed rollout has no response to score, and its group is scored without it.
+    """
+
+    def __init__(self, rewards, groups: list[list[Sample]], step: int):
+        self.rewards = rewards
+        self.step = step
+        self.unit_of_running = {}  # id of a sample -> the samples that are scored together with it
+        for group in groups:
+            for sample in group:
+                unit = [sample]
+                if rewards.job.sees_group:
+                    unit = group
+                self.unit_of_running[id(sample)] = unit
+
+    def submit_ended(self, sample: Sample) -> None:
+        """Submit this sample, which has ended, or its group if all of the group has ended."""
+        unit = self.unit_of_running.pop(id(sample))
+        if any(id(other) in self.unit_of_running for other in unit):
+            return
+        unit = [other for other in unit if not other.failure]
+        if unit:
+            futures = self.rewards.submit_group([scoring_row(other, self.step) for other in unit])
+            for other, future in zip(unit, futures):
+                other.pending_result = future
 
 
 def scoring_row(sample: Sample, step: int) -> dict:
