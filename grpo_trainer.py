@@ -77,7 +77,11 @@ def train(config: Config) -> Path | None:
                 batch.groups_to_train += compute_group_advantages(run, batch, scored)
             finish_batch(run, batch)
 
-        for step in run.remaining_steps(evaluate):  # The iterator also evaluates when it is due.
+        for step in run.remaining_steps():
+            if run.evaluation_is_due():
+                with run.restarting_ranks():
+                    evaluate(run)
+                continue
             with run.protected_step():  # If a rank dies, the run resumes from a checkpoint.
                 batch = next_batch(run, step, collect)
                 with run.interrupts.held():  # Ctrl-C waits until the step is logged and saved.
@@ -397,6 +401,7 @@ def evaluate(run: Run) -> None:
         metrics |= validation_metrics(sample_validation(run, 0.0, 1), "greedy")
     run.log.samples(step, "val", groups, run.decode)
     run.log.metrics({"step": step} | metrics)  # Last, because a step with metrics counts as evaluated.
+    run.num_evaluations += 1
 
 
 def sample_validation(run: Run, temperature: float, count: int | None = None) -> list[list[Sample]]:

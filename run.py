@@ -428,22 +428,18 @@ class Run:
             with contextlib.suppress(Exception, KeyboardInterrupt):
                 self.write_page()
 
-    def remaining_steps(self, evaluate):
-        """Yield the number of each remaining step, and call evaluate(run) whenever an evaluation is due.
+    def remaining_steps(self):
+        """Yield the number of the next step, until the last step has been trained and evaluated.
 
-        If ranks die, all steps after the newest checkpoint are yielded again.
+        The number stays the same after an evaluation. If ranks die, all steps after the newest checkpoint are
+        yielded again.
         """
         while not self.config.dry_run:
             if not self.log.history or self.log.history[-1]["step"] != self.step:
                 self.log.metrics({"step": self.step})  # Step 0 has no line yet. A power cut may lose a line.
-            if self.evaluation_is_due():
-                with self.restarting_ranks():
-                    evaluate(self)
-                    self.num_evaluations += 1
-            elif self.step < self.config.total_steps:
-                yield self.step + 1
-            else:
+            if self.step >= self.config.total_steps and not self.evaluation_is_due():
                 return
+            yield self.step + 1
 
     def evaluation_is_due(self) -> bool:
         config, step = self.config, self.step
