@@ -67,6 +67,10 @@ class Job:
 
 
 # --- 1. Loading the user's function -------------------------------------------------------------------------
+# The modules of this repository have plain names, such as policy and run, which the user's files may have as
+# well. So our modules are hidden while the user's are loaded.
+
+
 class FileChanged(ValueError):
     """A file of the reward function has changed since the run began."""
 
@@ -209,10 +213,7 @@ def load_in_this_process(field: str, spec: str):
 
 @contextlib.contextmanager
 def modules_of_the_user(folder: Path):
-    """Hide this repository's modules inside the block, and unload the user's modules after it.
-
-    Otherwise, the user's policy.py could be mistaken for ours.
-    """
+    """Hide this repository's modules inside the block, and unload the user's modules after it."""
     import_path = sys.path.copy()
     before = sys.modules.copy()
     for name in local_modules(HERE):
