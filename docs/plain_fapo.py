@@ -41,27 +41,27 @@ def problems(step: int) -> list[dict]:
     return [toy_world.policy_row(problem, "toy", "train", index) for index, problem in enumerate(drawn)]
 
 
-def train(policy: Policy, tokenizer, rewards, step: int) -> str:
-    """Train one step. Returns a line about its samples."""
+def train(policy: Policy, tokenizer, rewards, step: int) -> None:
+    """Train one step, and print a line about its samples."""
     samples = []
     for row in problems(step):
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         samples += [Sample(row, ids) for _ in range(GROUP)]
 
-    def score(sample):  # Called as soon as this sample's rollout ends; the judge works during later rollouts.
+    def submit(sample):  # Called when this sample's rollout ends; the judge works during later rollouts.
         sample.text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         sample.pending_result = rewards.submit(sample.row | {"response": sample.text})
 
     sampling = dict(max_response_length=64, temperature=1.0, seed=step, eos_ids={tokenizer.eos_token_id})
-    rollout_hf(policy.model, samples, on_finished=score, rollout_batch_size=512, **sampling)
+    rollout_hf(policy.model, samples, on_finished=submit, rollout_batch_size=512, **sampling)
 
     for sample in samples:
         sample.result = sample.pending_result.result()
     scores = [sample.result["reward_score"] for sample in samples]  # 1, 0 (flawed), -1 (wrong) or None
-    rewards_P_G = torch.tensor([float("nan") if one is None else one for one in scores]).view(PROMPTS, GROUP)
-    advantages = compute_advantages(rewards_P_G.double()).flatten().tolist()
-    for sample, one, advantage in zip(samples, scores, advantages):
-        sample.advantage = None if one is None else advantage  # Without a verdict, a sample does not count.
+    rewards_P_G = torch.tensor([torch.nan if score is None else score for score in scores]).view(-1, GROUP)
+    advantages = compute_advantages(rewards_P_G.double()).flatten().tolist()  # float64, as in the trainer
+    for sample, score, advantage in zip(samples, scores, advantages):
+        sample.advantage = None if score is None else advantage  # Without a verdict, a sample does not count.
 
     policy.update([samples[i : i + GROUP] for i in range(0, len(samples), GROUP)], lr=OPTIONS.lr)
 
@@ -70,7 +70,7 @@ def train(policy: Policy, tokenizer, rewards, step: int) -> str:
     by_judge = sum(info["flawed_positive"] is True for info in right) / max(len(right), 1)
     by_oracle = sum(info["oracle_flawed_positive"] is True for info in right) / max(len(right), 1)
     line = f"step {step}: accuracy {len(right) / len(samples):.2f}, flawed positives by the judge "
-    return line + f"{by_judge:.2f}, by the oracle {by_oracle:.2f}"
+    print(line + f"{by_judge:.2f}, by the oracle {by_oracle:.2f}", flush=True)
 
 
 def main(steps: int = 40) -> None:
@@ -83,7 +83,7 @@ def main(steps: int = 40) -> None:
         rewards = start_rewards(options, stack)
         policy = Policy(OPTIONS, MODEL, torch.device("cpu"))
         for step in range(1, steps + 1):
-            print(train(policy, tokenizer, rewards, step), flush=True)
+            train(policy, tokenizer, rewards, step)
 
 
 if __name__ == "__main__":
