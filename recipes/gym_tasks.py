@@ -7,8 +7,8 @@
 
 Each row contains the task's name, its settings (including seed and size) and the problem's index. The reward
 function regenerates the problem from these three values, because the verifier needs the complete problem.
-Standalone: no imports from this repository. Not covered: tasks with an unsafe verifier, or with problems that
-cannot be regenerated (see REJECTED).
+This file needs compute_score.py. Not covered: tasks with an unsafe verifier, or with problems that cannot be
+regenerated (see REASONS).
 """
 
 import functools
@@ -16,40 +16,31 @@ import json
 import re
 import zlib
 
+from compute_score import last_boxed_only_string, policy_text, remove_boxed
+
 SUFFIX = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 SIZE = 4608  # problems per task if the settings contain no size; about 512 of them are held out
 HELD_OUT = 9  # One question in nine, selected by its checksum, belongs to the test split.
 
 EVALUATES = "its verifier evaluates the answer as Python code"
-PARSES = EVALUATES + " (sympy's parse_expr)"
-HANGS = "its verifier hangs on short answers such as "
-NOT_REPRODUCIBLE = "its problems depend on PYTHONHASHSEED, so they cannot be regenerated from seed and index"
-NOT_SEEDED = "some of its problems do not depend on the seed alone, so they cannot be regenerated"
-# Rejected tasks and the reasons, as of reasoning-gym 0.1.25.
-REJECTED = {
-    "binary_matrix": EVALUATES,
-    "n_queens": EVALUATES,
-    "spiral_matrix": EVALUATES,
-    "string_insertion": EVALUATES,
-    "countdown": PARSES,
-    "intermediate_integration": PARSES,
-    "polynomial_multiplication": PARSES,
-    "puzzle24": PARSES,
-    "simple_integration": PARSES,
-    "coin_flip": HANGS + "1e99999999",
-    "rubiks_cube": HANGS + "D9999999",
-    "rush_hour": HANGS + "AA+999999999",
-    "complex_arithmetic": "its verifier accepts the answer nan",
-    "game_of_life_halting": "its verifier accepts every answer",
-    "isomorphic_strings": NOT_REPRODUCIBLE,
-    "knight_swap": NOT_REPRODUCIBLE,
-    "ransom_note": NOT_REPRODUCIBLE,
-    "word_ladder": NOT_REPRODUCIBLE,
-    "propositional_logic": "its premises may contradict each other, and then every conclusion is right",
-    "codeio": NOT_SEEDED,
-    "list_functions": NOT_SEEDED,
-    "composite": "it only combines other tasks",
+# The reasons for rejecting tasks, as of reasoning-gym 0.1.25, and the rejected tasks.
+REASONS = {
+    EVALUATES: "binary_matrix n_queens spiral_matrix string_insertion",
+    EVALUATES + " (sympy's parse_expr)": """countdown intermediate_integration polynomial_multiplication
+        puzzle24 simple_integration""",
+    "its verifier hangs on short answers such as 1e99999999": "coin_flip",
+    "its verifier hangs on short answers such as D9999999": "rubiks_cube",
+    "its verifier hangs on short answers such as AA+999999999": "rush_hour",
+    "its verifier accepts the answer nan": "complex_arithmetic",
+    "its verifier accepts every answer": "game_of_life_halting",
+    "its problems depend on PYTHONHASHSEED, so they cannot be regenerated from seed and index": """
+        isomorphic_strings knight_swap ransom_note word_ladder""",
+    "its premises may contradict each other, and then every conclusion is right": "propositional_logic",
+    "some of its problems do not depend on the seed alone, so they cannot be regenerated": """
+        codeio list_functions""",
+    "it only combines other tasks": "composite",
 }
+REJECTED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 # Exceptions that verifiers raise if they cannot parse an answer.
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
@@ -115,28 +106,14 @@ def make_rows(task: str, settings: dict) -> dict[str, list[dict]]:
 
 def find_answer(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}`, else of the last `<answer>...</answer>`, else None."""
-    _, box, rest = text.rpartition("\\boxed{")
-    if box:
-        depth = 1
-        for brace in re.finditer("[{}]", rest):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                return rest[: brace.start()].strip()
-        return None
+    if "\\boxed{" in text:
+        boxed = last_boxed_only_string(text)
+        return remove_boxed(boxed).strip() if boxed else None
     before, _, _ = text.rpartition("</answer>")
     _, start, inside = before.rpartition("<answer>")
     if start:
         return inside.strip()
     return None
-
-
-def policy_text(solution_str, turns=()):
-    """Return the part of a response that the policy wrote. Without a rollout function, `turns` is empty."""
-    if not isinstance(solution_str, str):
-        raise ValueError(f"solution_str (column `response`): {solution_str!r:.80} is not a text")
-    if not turns:
-        return solution_str
-    return "\n\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, turns=()) -> dict:
