@@ -3,7 +3,7 @@
     python benchmarks/bench_reward_loop.py     # about 2 minutes
 
 The script scores 1,024 and 4,096 samples with a sync rule, and with one that queries a fake judge through
-router.py (one pooled HTTP session per worker). It does so with 1, 2 and 4 workers in a local Ray.
+router.py by compute_score.chat. It does so with 1, 2 and 4 workers in a local Ray.
   batch      score_batch of all samples, best of three
   streamed   one score_one per sample from one event loop, in 512 lanes: each lane sends a sample as soon as
              the result of its previous one arrives
@@ -40,22 +40,12 @@ def sync_rule(data_source, solution_str, ground_truth, extra_info):
     }
 
 
-session = None
-
-
 async def asks_judge(data_source, solution_str, ground_truth, extra_info, reward_router_address):
     """Request one chat completion, and read its verdict."""
-    global session
-    if session is None:
-        import aiohttp
+    from compute_score import chat
 
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-        )
-    body = {"model": "judge", "messages": [{"role": "user", "content": solution_str}]}
-    async with session.post(f"http://{reward_router_address}/v1/chat/completions", json=body) as response:
-        response.raise_for_status()
-        text = (await response.json())["choices"][0]["message"]["content"]
+    status, text, _ = await chat(solution_str, reward_router_address, model="judge")
+    assert status == "ok", text
     return {"score": 1.0 if "-1" in text else 0.0, "acc": True}
 
 
