@@ -11,19 +11,17 @@ samples differ, because the sides use random numbers in different ways. Held-out
 decoding; the score is the fraction that the reward function calls correct (acc).
 
 The clock of a side starts with its process, includes imports and Ray, and stops during evaluations. The sides
-take turns, because other work on the machine should slow both down alike: one side is stopped while the other
-runs. The table has the CPU time of each trainer's main process; the file of --out has both times.
+run one after the other, seed by seed. The table has the CPU time of each trainer's main process, which other
+work on the machine changes less than the time that passes; the file of --out has both times.
 
 Not covered: GPUs, vLLM, and TRL's evaluation loop (the script calls model.generate directly).
 """
 
-import contextlib
 import inspect
 import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,8 +35,6 @@ from prepare_data import read_rows
 from run_folder import write_lines
 
 WARMUP_STEPS = 5  # The learning rate rises from 1/5 in the first step to --lr in the fifth.
-TURN = 10.0  # duration of a turn in seconds
-Turns = list[tuple[float, float]]  # the start and end of each turn of a side
 
 
 @dataclass
@@ -177,48 +173,30 @@ def run_trl(job: dict) -> None:
     trainer.train()
 
 
-# ---- both sides: turns, and curves over the running time of a side
+# ---- both sides: curves over the running time of a side
 
 
-def take_turns(runs: dict[str, subprocess.Popen]) -> dict[str, Turns]:
-    """Let one process run at a time, until all have ended. Returns the turns of each."""
-    turns = {side: [] for side in runs}
-    for run in runs.values():
-        run.send_signal(signal.SIGSTOP)
-    while any(run.poll() is None for run in runs.values()):
-        for side, run in runs.items():
-            begun = time.monotonic()
-            run.send_signal(signal.SIGCONT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(TURN)
-            run.send_signal(signal.SIGSTOP)
-            turns[side].append((begun, time.monotonic()))
-    return turns
-
-
-def curve_of(events: list[dict], turns: Turns) -> dict:
-    """Return scores and ends of steps, timed without evaluations and the turns of other sides."""
+def curve_of(events: list[dict], begun: float) -> dict:
+    """Return scores and ends of steps. The clock starts at `begun` and stops during evaluations."""
     paused = paused_cpu = 0.0
     points = []
     step_ends = []
     rewards = []
     spread = []
     for event in events:
-        # The seconds that this side had run by the time of the event.
-        own = sum(max(0.0, min(end, event["at"]) - begin) for begin, end in turns)
-        cpu, kind = event["cpu"], event["kind"]
+        own, cpu, kind = event["at"] - begun, event["cpu"], event["kind"]
         if kind == "rewards":
             rewards.append(event["reward"])
             spread.append(event["spread"])
         elif kind == "step":
             step_ends.append([own - paused, cpu - paused_cpu])
         elif kind == "evaluation begins":
-            begun, begun_cpu = own, cpu
+            own_before, cpu_before = own, cpu
         elif kind == "evaluation":
-            times = {"seconds": begun - paused, "cpu": begun_cpu - paused_cpu}
+            times = {"seconds": own_before - paused, "cpu": cpu_before - paused_cpu}
             points.append({"step": len(step_ends), "score": event["score"]} | times)
-            paused += own - begun
-            paused_cpu += cpu - begun_cpu
+            paused += own - own_before
+            paused_cpu += cpu - cpu_before
     return {"points": points, "step_ends": step_ends, "rewards": rewards, "groups_with_spread": spread}
 
 
@@ -233,21 +211,19 @@ def compare(config: Config, seed: int) -> list[dict]:
         write_lines(folder / "val.jsonl", rows_of(config.val_file, config.suffix)[: config.num_val])
         # TRL gets the prompts of all steps in the order in which our trainer draws them.
         write_lines(folder / "drawn.jsonl", draw(train_rows, 0, config.prompts * config.steps, seed))
-        commands = {}
+        curves = []
         for side in config.sides:
             job = asdict(config) | {"seed": seed, "side": side, "folder": name}
-            commands[side] = [sys.executable, __file__, "--worker", json.dumps(job, default=str)]
-        # By default, a waiting thread spins, which would count as CPU time.
-        with started(
-            commands, folder, OMP_NUM_THREADS=str(config.threads), OMP_WAIT_POLICY="passive"
-        ) as runs:
-            turns = take_turns(runs)
-        curves = []
-        for side, run in runs.items():
-            if run.returncode:
+            command = [sys.executable, __file__, "--worker", json.dumps(job, default=str)]
+            begun = time.monotonic()
+            # By default, a waiting thread spins, which would count as CPU time.
+            threads = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+            with started({side: command}, folder, **threads) as runs:
+                code = runs[side].wait()
+            if code:
                 log = (folder / f"{side}.log").read_text()
-                raise RuntimeError(f"{side}: exit code {run.returncode}\n{log[-3000:]}")
-            curve = curve_of(read_rows(folder / f"{side}.jsonl"), turns[side])
+                raise RuntimeError(f"{side}: exit code {code}\n{log[-3000:]}")
+            curve = curve_of(read_rows(folder / f"{side}.jsonl"), begun)
             curves.append({"side": side} | curve | {"seed": seed})
         return curves
 

@@ -1,4 +1,4 @@
-"""The clock of benchmarks/time_to_score.py, with events and turns computed by hand."""
+"""The clock of benchmarks/time_to_score.py, with events computed by hand."""
 
 import sys
 from pathlib import Path
@@ -11,19 +11,18 @@ def event(kind, at, cpu, **values):
     return {"kind": kind, "at": at, "cpu": cpu} | values
 
 
-def test_evaluations_and_the_turns_of_other_sides_do_not_count():
-    turns = [(100, 110), (130, 150)]  # the side was stopped from 110 to 130
+def test_evaluations_do_not_count():
     events = [
         event("evaluation begins", 102, 1.0),
         event("evaluation", 105, 3.0, score=0.1),  # it took 3 s, with 2 s of CPU time
         event("rewards", 108, 4.0, reward=-0.5, spread=0.25),
-        event("step", 135, 5.0),  # 15 s of its own, 3 s of them evaluating
-        event("rewards", 138, 6.0, reward=0.5, spread=1.0),
-        event("step", 140, 7.0),
-        event("evaluation begins", 141, 8.0),
-        event("evaluation", 149, 12.0, score=0.9),
+        event("step", 115, 5.0),  # after 15 s, 3 s of them evaluating
+        event("rewards", 118, 6.0, reward=0.5, spread=1.0),
+        event("step", 120, 7.0),
+        event("evaluation begins", 121, 8.0),
+        event("evaluation", 129, 12.0, score=0.9),
     ]
-    curve = time_to_score.curve_of(events, turns)
+    curve = time_to_score.curve_of(events, begun=100)
     assert curve["step_ends"] == [[12, 3.0], [17, 5.0]]
     assert curve["rewards"] == [-0.5, 0.5] and curve["groups_with_spread"] == [0.25, 1.0]
     assert curve["points"] == [
