@@ -23,7 +23,6 @@ bench_reward_loop.py).
 
 import importlib.util
 import json
-import random
 import re
 import sys
 import tempfile
@@ -32,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
 import torch
 import tyro
-from measuring import groups_of, machine, started
+from measuring import groups_of, machine, run_worker
+from gpu_models import toy_problems, toy_tokenizer
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
@@ -44,7 +43,7 @@ from command_line import one_line_errors
 from policy import Policy, Sample
 from rollout import rollout_hf
 from settings import PolicyOptions
-from toy import toy_world, warm_start
+from toy import warm_start
 from toy.report import table
 
 GROUP = 8
@@ -73,7 +72,7 @@ def score(text: str) -> float:
 
 
 def our_policy(model: str, num_prompts: int) -> Policy:
-    options = PolicyOptions(model=model, mini_batch_size=num_prompts, max_tokens_per_micro_batch=2048)
+    options = PolicyOptions(model=model, mini_batch_size=num_prompts)
     return Policy(options, model, torch.device("cpu"))
 
 
@@ -108,8 +107,8 @@ def run_ours(model, prompts, length, steps, **_) -> dict:
         rewards = list(map(score, texts))
         policy.update(with_advantages(samples, rewards), lr=1e-6)
         end = time.perf_counter()
-        times = zip(PARTS, (generated - begun, end - generated, end - begun))
-        timed.append(dict(times) | {"tokens": sum(map(len, responses))})
+        times = {"generation": generated - begun, "update": end - generated, "step": end - begun}
+        timed.append(times | {"tokens": sum(map(len, responses))})
     return {"steps": timed[1:]}  # The first step is a warm-up.
 
 
@@ -164,7 +163,7 @@ def run_trl(**job) -> dict:
     return {"steps": steps, "first": first}
 
 
-def run_check(model, first, **_) -> dict:
+def run_check(model: str, first: dict) -> dict:
     """Return our loss and gradient norm on the samples of TRL's first step."""
     samples = []
     for prompt, response in zip(*first["tokens"]):
@@ -175,31 +174,17 @@ def run_check(model, first, **_) -> dict:
     return {"loss": metrics["actor/loss"], "gradient norm": metrics["actor/grad_norm"]}
 
 
-def work(path: Path) -> None:
-    job = json.loads(path.read_text())
+def work(job: dict) -> None:
     torch.manual_seed(0)
-    run = {"ours": run_ours, "trl": run_trl, "check": run_check}[job["kind"]]
-    path.write_text(json.dumps(run(**job)))
+    run = {"ours": run_ours, "trl": run_trl}[job["kind"]]
+    Path(job["folder"], "result.json").write_text(json.dumps(run(**job)))
 
 
 def in_child(job: dict) -> dict:
-    """Run `work` in a separate process, and stop it before the machine is out of memory.
-
-    Raises ChildProcessError if it fails.
-    """
+    """Run `work` in a separate process. Raises ChildProcessError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder, "job.json"), Path(folder, "job.log")
-        path.write_text(json.dumps(job | {"folder": folder}))
-        command = [sys.executable, __file__, "--worker", str(path)]
-        with started({"job": command}, Path(folder)) as runs:
-            while runs["job"].poll() is None:
-                if psutil.virtual_memory().available < 1e9:
-                    raise ChildProcessError(f"{job['kind']}: stopped, because less than 1 GB of RAM was left")
-                time.sleep(0.1)
-        code = runs["job"].returncode
-        if code:
-            raise ChildProcessError(f"{job['kind']}: exit code {code}\n{log.read_text()[-3000:]}")
-        return json.loads(path.read_text())
+        run_worker(__file__, job["kind"], job | {"folder": folder}, Path(folder))
+        return json.loads(Path(folder, "result.json").read_text())
 
 
 # ---- tables
@@ -234,11 +219,11 @@ def compare(title: str, job: dict, num_rounds: int, with_trl: bool) -> bool:
         rows.append([name, *cells, f"{medians['step'] / ours:.2f}"])
     heads = ["seconds", *PARTS, "step in each round", "tokens/s", "step / ours"]
     print(table(heads, *rows), flush=True)
-    return not with_trl or check_loss(title, job, first)
+    return not with_trl or check_loss(title, job["model"], first)
 
 
-def check_loss(title: str, job: dict, first: dict) -> bool:
-    ours = in_child(job | {"kind": "check", "first": first})
+def check_loss(title: str, model: str, first: dict) -> bool:
+    ours = run_check(model, first)
     lengths = [len(response) for response in first["tokens"][1]]
     span = f"{min(lengths)} to {max(lengths)}"
     print(f"\nLoss on the same {len(lengths)} samples of {span} tokens with the same weights:\n")
@@ -254,13 +239,9 @@ def check_loss(title: str, job: dict, first: dict) -> bool:
 def compare_models(config: Config) -> bool:
     """Compare the trainers on each model. Returns False if a check of the loss fails."""
     with_trl = importlib.util.find_spec("trl") is not None
-    rng = random.Random(0)
-    prompts = []
-    for _ in range(8):
-        problem = toy_world.random_problem(rng, toy_world.REMAINDER)
-        prompts.append([{"role": "user", "content": str(problem)}])
+    prompts = [[{"role": "user", "content": str(problem)}] for problem in toy_problems(8)]
     with tempfile.TemporaryDirectory(prefix="tiny_") as folder:
-        tokenizer = warm_start.build_tokenizer(warm_start.tokenizer_corpus(rng))
+        tokenizer = toy_tokenizer()
         tokenizer.save_pretrained(folder)
         warm_start.new_model(len(tokenizer), seed=0).save_pretrained(folder)
         jobs = {"A Llama of 1 M parameters": dict(model=folder, prompts=prompts, length=64, steps=10)}
@@ -276,7 +257,7 @@ def compare_models(config: Config) -> bool:
 def main() -> None:
     transformers_logging.disable_progress_bar()
     if sys.argv[1:2] == ["--worker"]:  # this script as a child process
-        return work(Path(sys.argv[2]))
+        return work(json.loads(sys.argv[2]))
     config = tyro.cli(Config)
     print(machine())
     with one_line_errors():

@@ -1,4 +1,4 @@
-"""Models with random weights, samples and timed updates, for check_gpu.py and gpu_kit/stages.py.
+"""Models with random weights, samples and timed updates, for check_gpu.py, bench_trainer.py and stages.py.
 
 The logits of the models are scaled to an entropy of about four nats: near a uniform distribution, every
 sampler would agree with every trainer. Not covered: the models' quality, several devices.
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from measuring import groups_of
 import policy
-from toy import warm_start
+from toy import toy_world, warm_start
 
 PEAK = {
     "NVIDIA H200": 989e12,
@@ -44,6 +44,11 @@ def new_model(size: str, device):
     )
     with torch.device(device):  # A CPU would draw a billion random numbers slowly.
         return AutoModelForCausalLM.from_config(shape)
+
+
+def toy_problems(count: int) -> list[toy_world.Problem]:
+    rng = random.Random(0)
+    return [toy_world.random_problem(rng, toy_world.REMAINDER) for _ in range(count)]
 
 
 def toy_tokenizer():

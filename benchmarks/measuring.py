@@ -7,6 +7,7 @@ Not covered: measurements on a GPU (gpu_models.py).
 
 import asyncio
 import contextlib
+import json
 import os
 import platform
 import re
@@ -49,6 +50,25 @@ def started(commands: dict[str, list[str]], folder: Path, **environment):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
             run.wait()
+
+
+def run_worker(script: str, name: str, job: dict, folder: Path, **environment) -> None:
+    """Run `SCRIPT --worker JOB` with the log FOLDER/NAME.log, until the machine is nearly out of memory.
+
+    JOB is the job as JSON. Raises ChildProcessError if the worker fails or is stopped.
+    """
+    import psutil
+
+    command = [sys.executable, script, "--worker", json.dumps(job, default=str)]
+    with started({name: command}, folder, **environment) as runs:
+        while runs[name].poll() is None:
+            if psutil.virtual_memory().available < 1e9:
+                raise ChildProcessError(f"{name}: stopped, because less than 1 GB of RAM was left")
+            time.sleep(0.1)
+    code = runs[name].returncode
+    if code:
+        log = (folder / f"{name}.log").read_text()
+        raise ChildProcessError(f"{name}: exit code {code}\n{log[-3000:]}")
 
 
 def error_text(error: Exception) -> str:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
-from measuring import groups_of, started
+from measuring import groups_of, run_worker
 
 from prepare_data import read_rows
 from run_folder import write_lines
@@ -201,7 +201,7 @@ def curve_of(events: list[dict], begun: float) -> dict:
 
 
 def compare(config: Config, seed: int) -> list[dict]:
-    """Return the curves of all sides for one seed. Raises RuntimeError if a side fails."""
+    """Return the curves of all sides for one seed. Raises ChildProcessError if a side fails."""
     from grpo_trainer import draw
 
     with tempfile.TemporaryDirectory() as name:
@@ -214,15 +214,10 @@ def compare(config: Config, seed: int) -> list[dict]:
         curves = []
         for side in config.sides:
             job = asdict(config) | {"seed": seed, "side": side, "folder": name}
-            command = [sys.executable, __file__, "--worker", json.dumps(job, default=str)]
             begun = time.monotonic()
             # By default, a waiting thread spins, which would count as CPU time.
             threads = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
-            with started({side: command}, folder, **threads) as runs:
-                code = runs[side].wait()
-            if code:
-                log = (folder / f"{side}.log").read_text()
-                raise RuntimeError(f"{side}: exit code {code}\n{log[-3000:]}")
+            run_worker(__file__, side, job, folder, **threads)
             curve = curve_of(read_rows(folder / f"{side}.jsonl"), begun)
             curves.append({"side": side} | curve | {"seed": seed})
         return curves
