@@ -106,7 +106,6 @@ async def audited(
 
 def check_audited(row: dict, settings: dict) -> None:
     """Raise ValueError if the check of compute_score_fapo fails, or the share or second judge is invalid."""
-    fapo.check_judged(row, settings)
     check_share(settings.get("share", 0.05))
     check_second(row, settings, "second")
     models = list(settings["reward_router_addresses"])  # in the order of the command line
@@ -118,7 +117,8 @@ def check_audited(row: dict, settings: dict) -> None:
 
 
 def check_second(row: dict, settings: dict, name: str) -> None:
-    """Raise ValueError if settings[name], the settings of the second judge, are invalid."""
+    """Check the settings, and those of the second judge, settings[name], like compute_score_fapo's."""
+    fapo.check_judged(row, settings)
     second = settings.get(name) or {}
     if not isinstance(second, dict):
         raise ValueError(f"{name}: {second!r} is not an object of settings (in --reward-kwargs)")
@@ -156,7 +156,6 @@ async def two_judges(
 
 def check_two_judges(row: dict, settings: dict) -> None:
     """Raise ValueError if the check of compute_score_fapo fails, or a strict judge is missing or invalid."""
-    fapo.check_judged(row, settings)
     check_second(row, settings, "strict")
     models = list(settings["reward_router_addresses"])
     if "strict" not in models[1:]:
