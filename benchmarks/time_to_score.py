@@ -101,8 +101,8 @@ def run_ours(job: dict) -> None:
     grpo_trainer.evaluate, grpo_trainer.Run.log_step = timed_evaluate, timed_log_step
     source = read_rows(folder / "val.jsonl")[0]["data_source"]
     sys.argv = ["grpo_trainer.py", "--model", job["model"], "--reward-fn", job["reward_fn"]]
-    for flag, name in {"--train-file": "train.jsonl", "--val-file": "val.jsonl", "--out-dir": "run"}.items():
-        sys.argv += [flag, str(folder / name)]
+    sys.argv += ["--train-file", f"{folder}/train.jsonl", "--val-file", f"{folder}/val.jsonl"]
+    sys.argv += ["--out-dir", f"{folder}/run"]
     sys.argv += f"""--total-steps {job["steps"]} --train-batch-size {job["prompts"]} --seed {job["seed"]}
         --mini-batch-size {job["prompts"]} --group-size {job["group"]} --max-response-length {job["length"]}
         --overlong-buffer 0 --lr {job["lr"]} --lr-warmup-steps {WARMUP_STEPS} --val-every {job["val_every"]}
@@ -231,9 +231,9 @@ def reached(curve: dict, threshold: float) -> dict | None:
     return None
 
 
-def median_of_a_step(curve: dict, column: int) -> float:
-    """Return the median duration of a step in seconds: its own seconds (column 0) or CPU time (1)."""
-    ends = [end[column] for end in curve["step_ends"]]
+def cpu_of_a_step(curve: dict) -> float:
+    """Return the median CPU time of a step in seconds."""
+    ends = [cpu for _, cpu in curve["step_ends"]]
     return statistics.median(after - before for before, after in zip(ends, ends[1:]))
 
 
@@ -248,7 +248,7 @@ def table(curves: list[dict], threshold: float) -> str:
             cells[:2] = [str(point["step"]), f"{point['cpu']:.0f}"]
         steps = len(curve["step_ends"])
         if steps > 1:
-            cells[2] = f"{median_of_a_step(curve, 1):.2f}"
+            cells[2] = f"{cpu_of_a_step(curve):.2f}"
         rows.append([curve["side"], str(curve["seed"]), *cells, str(steps)])
     heads = ["", "seed", f"steps to {threshold:g}", f"CPU s to {threshold:g}", "CPU s per step"]
     return markdown([*heads, "score after", "steps"], *rows)

@@ -105,7 +105,7 @@ STEPS = 10  # The report averages the training samples of this many steps.
 
 def read_run(run: Path) -> tuple:
     """Return a run's settings, the lines of its metrics.jsonl, and those of its training steps."""
-    from toy.report import read_metrics  # imports torch; workers do not need this
+    from toy.report import read_metrics  # The reward functions do not need toy/.
 
     config = json.loads((run / "config.json").read_bytes())
     metrics = read_metrics(run, flag="--report")
@@ -139,7 +139,7 @@ def report(folders: tuple[Path, ...]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of the held-out metrics: the median and range over the seeds."""
-    from toy.report import cell, table as markdown_table  # imports torch; workers do not need this
+    from toy.report import cell, table as markdown_table
 
     groups = {}
     for row in rows:

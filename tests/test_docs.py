@@ -872,9 +872,7 @@ def test_the_numbers_of_the_comparison_with_trl_are_those_of_its_curves():
     curves = list(map(json.loads, lines))
     names = {"ours": "grpo_trainer.py", "trl_no_checkpointing": "TRL 1.16, no gradient checkpointing"}
 
-    def cpu_of_a_step(curve):
-        return time_to_score.median_of_a_step(curve, 1)
-
+    cpu_of_a_step = time_to_score.cpu_of_a_step
     earlier = curves.pop()
     shown = []
     for curve in curves:
@@ -925,7 +923,7 @@ def test_the_numbers_for_a_million_parameters_are_those_of_their_curves():
         curves = [curve for curve in map(json.loads, lines) if curve["side"] == side]
         assert [curve["seed"] for curve in curves] == [0, 1, 2]
         points = [time_to_score.reached(curve, 0.85) for curve in curves]
-        per_step[side] = statistics.median(time_to_score.median_of_a_step(curve, 1) for curve in curves)
+        per_step[side] = statistics.median(time_to_score.cpu_of_a_step(curve) for curve in curves)
         cells = [name, ", ".join(str(point["step"]) for point in points)]
         cells += [", ".join(f"{point['cpu']:.0f}" for point in points), f"{per_step[side]:.2f}"]
         cells.append("" if side == "ours" else f"{per_step[side] / per_step['ours']:.1f}")

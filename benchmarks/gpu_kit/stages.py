@@ -168,9 +168,8 @@ def update(config: Config, work: Path, way: str, size: str, length: int, count: 
         samples = gpu_models.random_samples(learner, length, count)
         with attention:
             found, metrics = gpu_models.time_update(learner, samples, device)
-        found["planned_gb"] = planned
-        shown = {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
-        yield {"way": way, "size": size, "length": length, "samples": count} | found | shown
+        about = {"way": way, "size": size, "length": length, "samples": count, "planned_gb": planned}
+        yield about | found | {key: metrics[key] for key in ("actor/loss", "actor/grad_norm")}
     finally:
         learner = None
         gc.collect()
