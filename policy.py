@@ -4,9 +4,9 @@
     metrics = policy.update(groups, lr=1e-6)           # one pass over the samples of a step, in mini-batches
 
 The losses are in algorithm.py, the forward pass is in causal_lm.py, and sampling is in rollout.py.
-docs/plain_grpo.py is a training script that uses only these files and settings.py. For several ranks,
-cluster/ranks.py has a subclass that overrides `load`, `setup_model`, `all_reduce`, `model_logprobs`,
-`forward` and `logprobs_of`. There, `update_mini_batches` gets one rank's share of the samples.
+docs/plain_grpo.py makes the same update in a script of one page. For several ranks, cluster/ranks.py has a
+subclass that overrides `load`, `setup_model`, `all_reduce`, `model_logprobs`, `forward` and `logprobs_of`.
+There, `update_mini_batches` gets one rank's share of the samples.
 This file needs algorithm.py and causal_lm.py.
 Not covered: a critic model, images, several passes over the same samples.
 Tensor names end in their shapes: B sequences in a micro-batch, T tokens in the longest response.
