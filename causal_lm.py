@@ -70,8 +70,8 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
         max_positions: The new value of max_position_embeddings; 0 keeps the model's value.
 
     Raises:
-        ValueError: The model is quantised, its positions would change with max_positions, or transformers
-            could not save its settings.
+        ValueError: config.json cannot be read, the model is quantised, its positions would change with
+            max_positions, or transformers could not save its settings.
     """
     # Nothing reads attention weights, and transformers would not save a config.json that asks for them.
     options = dict(dtype=dtype, trust_remote_code=trust_remote_code, output_attentions=False)
@@ -128,9 +128,23 @@ def has_rounded_constants(model) -> bool:
     return any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in computed)
 
 
+def from_files(kind, source: str, trust_remote_code: bool):
+    """Read a model's config or tokenizer. Raises ValueError if transformers cannot read a file."""
+    try:
+        return kind.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except OSError:  # for instance, there is no such folder
+        raise
+    except Exception as error:  # Each check of transformers and tokenizers raises its own type.
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"--model {source}: config.json or a file of the tokenizer cannot be read ({why}); if it is "
+            "truncated or was changed, copy it again; if it is newer than transformers, update transformers"
+        ) from error
+
+
 def read_config(source: str, trust_remote_code=False, max_positions=0):
     """Read a model's config.json. Raises ValueError in the cases of load_causal_lm."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    config = from_files(AutoConfig, source, trust_remote_code)
     for part in (config, config.get_text_config()):
         quantised = getattr(part, "quantization_config", None)
         if quantised:
@@ -166,7 +180,7 @@ def load_tokenizer(source: str, trust_remote_code: bool):
     folder names such a class, but contains a byte-level tokenizer.json, all spaces would be lost. For a
     Mistral model with tekken.json, it builds one without a chat template.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    tokenizer = from_files(AutoTokenizer, source, trust_remote_code)
     file = cached_file(source, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if type(tokenizer).__name__ == "MistralCommonBackend":
         if not file:

@@ -254,13 +254,7 @@ class Run:
                 f"--model {self.base_model}: vLLM cannot serve {kind.__name__} without an image processor, "
                 "which the run does not copy; pass a text-only model, or --rollout hf on a CPU"
             )
-        try:
-            self.tokenizer = load_tokenizer(self.base_model, trust)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--model {self.base_model}: a file of the tokenizer is truncated ({error}); "
-                "copy the tokenizer's files again"
-            ) from error
+        self.tokenizer = load_tokenizer(self.base_model, trust)
         self.decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         if not self.tokenizer.chat_template:
             raise ValueError(

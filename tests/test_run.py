@@ -779,7 +779,31 @@ def test_a_cut_tokenizer_is_named_in_one_line(tmp_path, model, tokenizer, name):
     run.lock.close()
     file = tmp_path / "model" / name
     file.write_bytes(file.read_bytes()[:100])
-    message = rf"^--model {tmp_path}/model: a file of the tokenizer is truncated \(.*\); copy .* again$"
+    message = rf"^--model {tmp_path}/model: .* of the tokenizer cannot be read \(.*\); .* copy it again; .*$"
+    with pytest.raises(ValueError, match=message):
+        grpo_trainer.Run(run.config)
+
+
+@pytest.mark.parametrize(
+    "name, before, after",
+    [
+        ("tokenizer.json", '"BPE"', '"NewBPE"'),  # of a newer version of tokenizers
+        ("tokenizer_config.json", '"<|end|>"', '{"a": 1}'),
+        ("config.json", '"max_position_embeddings": 512', '"max_position_embeddings": 512.0'),
+        ("config.json", '"num_attention_heads": 4', '"num_attention_heads": 5'),
+        ("config.json", '"llama"', '["llama"]'),
+    ],
+)
+def test_a_file_that_transformers_rejects_is_named_in_one_line(
+    tmp_path, model, tokenizer, name, before, after
+):
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    file = tmp_path / "model" / name
+    text = file.read_text()
+    assert before in text, text
+    file.write_text(text.replace(before, after))
+    message = rf"^--model {tmp_path}/model: config.json or a file .* cannot be read \(.*\); .*$"
     with pytest.raises(ValueError, match=message):
         grpo_trainer.Run(run.config)
 
