@@ -142,9 +142,10 @@ class Config:
 
 def clean_url(text) -> str:
     """Return a server's base URL without a slash or /v1 at its end. Raise ValueError if it is not a URL."""
-    if not re.fullmatch(r"https?://[\w\[][\w.:/\[\]%~-]*", str(text), re.ASCII):
-        raise ValueError(f"server URL {text!r}: must look like http://10.0.0.2:8000")
-    return str(URL(text)).rstrip("/").removesuffix("/v1")  # The paths of requests contain /v1.
+    with contextlib.suppress(ValueError):  # for example, the port is above 65535
+        if re.fullmatch(r"https?://[\w\[][\w.:/\[\]%~-]*", str(text), re.ASCII):
+            return str(URL(text)).rstrip("/").removesuffix("/v1")  # The paths of requests contain /v1.
+    raise ValueError(f"server URL {text!r}: must look like http://10.0.0.2:8000")
 
 
 def read_key(given: str, variable: str) -> str:

@@ -1369,6 +1369,13 @@ def test_urls_that_mean_the_same_are_the_same():
     assert clean_url("https://a.b-c:1/x/") == "https://a.b-c:1/x"
 
 
+@pytest.mark.parametrize("url", ["http://", "localhost:1", "http://h:99999", "http://[::1", "http://a:b", 8000])
+def test_a_url_of_no_server_is_quoted(url):
+    message = f"server URL {url!r}: must look like http://10.0.0.2:8000"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        clean_url(url)
+
+
 @in_a_loop
 async def test_metrics():
     async with Upstream(reset) as bad, Upstream() as good, Running(bad, good) as it:
