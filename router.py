@@ -331,9 +331,9 @@ class Router:
         self.poller = asyncio.create_task(self.poll_forever())
         try:
             await web.TCPSite(self.runner, config.host, config.port, backlog=1024).start()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name such as a..b
             where = f"--host {config.host} --port {config.port}"
-            why = error.strerror.rpartition("): ")[2]  # asyncio repeats the address.
+            why = getattr(error, "strerror", str(error)).rpartition("): ")[2]  # asyncio repeats the address.
             raise OSError(f"{where}: cannot open this port ({why}); pass another --port or --host") from None
         warn_if_open(config.host, self.api_key, say)
         return self.runner.addresses[0][1]

@@ -1369,7 +1369,9 @@ def test_urls_that_mean_the_same_are_the_same():
     assert clean_url("https://a.b-c:1/x/") == "https://a.b-c:1/x"
 
 
-@pytest.mark.parametrize("url", ["http://", "localhost:1", "http://h:99999", "http://[::1", "http://a:b", 8000])
+@pytest.mark.parametrize(
+    "url", ["http://", "localhost:1", "http://h:99999", "http://[::1", "http://a:b", 8000]
+)
 def test_a_url_of_no_server_is_quoted(url):
     message = f"server URL {url!r}: must look like http://10.0.0.2:8000"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -1719,6 +1721,15 @@ def test_bad_arguments_give_one_clear_line_and_exit_code_2():
             error = done.stderr
             assert done.returncode == 2, error
             assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
+
+
+@pytest.mark.parametrize("host, reason", [("a..b", "label empty"), ("192.0.2.1", "assign requested")])
+@in_a_loop
+async def test_a_host_of_no_interface_is_named(host, reason):
+    router = Router(Config(host=host, port=0))
+    with pytest.raises(OSError, match=f"^--host {host} --port 0: cannot open .*{reason}.*; pass another"):
+        await router.start()
+    await router.stop()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
