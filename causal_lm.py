@@ -248,7 +248,8 @@ def prompt_ids_of(row: dict, tokenizer, options: dict) -> list[int]:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     except Exception as error:  # A template is a program and may raise anything.
-        raise ValueError(f"the chat template rejects the prompt ({error}); change the prompt") from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"the chat template rejects the prompt ({why}); change the prompt") from error
     # A template may rewrite the content, for instance as JSON, so compare the prompts of two contents.
     other = rendered
     if last["content"].strip():

@@ -242,6 +242,19 @@ def test_a_prompt_of_the_wrong_shape_is_refused_by_row(tmp_path, tokenizer, temp
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ raise_exception('Roles must\n  alternate.') }}", "Roles must alternate."),
+        ("{{ messages[0].content + 1 }}", 'can only concatenate str (not "int") to str'),
+    ],
+)
+def test_a_prompt_that_the_template_rejects_is_refused_in_one_line(tmp_path, tokenizer, template, reason):
+    message = f"{tmp_path}/rows.parquet, row 0: the chat template rejects the prompt ({reason}); change the "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}prompt$"):
+        rows_of(tmp_path, tokenizer, template)
+
+
 def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="row 0: the chat template drops the last message"):
         rows_of(tmp_path, tokenizer, BY_ROLE, prompt=[{"role": "human", "content": QUESTION}])
