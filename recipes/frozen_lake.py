@@ -219,12 +219,11 @@ def make_policy(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-    from command_line import one_line_errors
+    from command_line import cli, one_line_errors
 
-    config = tyro.cli(Config)
-    if config.report:
-        with one_line_errors():
+    config = cli(Config, Config.__doc__)
+    with one_line_errors():
+        if config.report:
             report(config.report, config.report_out)
-    else:
-        make_policy(config)
+        else:
+            make_policy(config)

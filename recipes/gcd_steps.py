@@ -107,8 +107,8 @@ def read_run(run: Path) -> tuple:
     """Return a run's settings, the lines of its metrics.jsonl, and those of its training steps."""
     from toy.report import read_metrics  # The reward functions do not need toy/.
 
-    config = json.loads((run / "config.json").read_bytes())
     metrics = read_metrics(run, flag="--report")
+    config = json.loads((run / "config.json").read_bytes())
     return config, metrics, [line for line in metrics if "reward/acc" in line]
 
 
@@ -208,16 +208,15 @@ def make_policy(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    import tyro
-    from command_line import one_line_errors
+    from command_line import cli, one_line_errors
     from run_folder import write_lines
 
-    config = tyro.cli(Config)
-    if config.report:
-        with one_line_errors():
+    config = cli(Config, Config.__doc__)
+    with one_line_errors():
+        if config.report:
             rows = report(config.report)
-        print(table(rows))
-        if config.report_out:
-            write_lines(config.report_out, rows)
-    else:
-        make_policy(config)
+            print(table(rows))
+            if config.report_out:
+                write_lines(config.report_out, rows)
+        else:
+            make_policy(config)

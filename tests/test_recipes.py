@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -31,6 +32,7 @@ from command_line import parse_command_line
 from reward_loop import IN_FLIGHT_PER_SERVER
 from test_reward_loop import alive, until
 from tools import plan_run
+from toy import warm_start
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.stem != "paths")
@@ -823,6 +825,24 @@ def test_the_evidence_stops_for_a_run_that_failed_before_it_was_waited_for(tmp_p
         echo all done"""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert said in done.stdout and (done.returncode == 0) == ("all done" in done.stdout) == (code == "exit 0")
+
+
+@pytest.mark.parametrize("options", [["--out-dir", "FILE/out"], ["--report", "nowhere"]])
+@pytest.mark.parametrize("name, package", [("frozen_lake", "gymnasium"), ("gcd_steps", "reasoning_gym")])
+def test_a_recipe_in_python_that_cannot_go_on_says_so_in_one_line(
+    tmp_path, monkeypatch, capsys, name, package, options
+):
+    pytest.importorskip(package)
+    (tmp_path / "FILE").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warm_start, "fit", lambda *args, **options: None)
+    monkeypatch.setattr(sys, "argv", [f"recipes/{name}.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / f"recipes/{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and options[1] in line
+    assert "--report" in line or "--report" not in options
 
 
 @pytest.mark.slow
