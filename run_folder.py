@@ -194,8 +194,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def read_lines(path: Path) -> tuple[list[dict], int]:
-    """Return the objects of a JSONL file, and the number of incomplete lines.
+def read_lines(path: Path) -> tuple[list, int]:
+    """Return the values of a JSONL file, and the number of incomplete lines.
 
     During a run, a file may end in the middle of a line, or even of a character.
     """
@@ -204,8 +204,8 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
     return parse_lines(path.read_text("utf-8", errors="replace"))
 
 
-def parse_lines(text: str) -> tuple[list[dict], int]:
-    """Return the objects of JSONL text, and the number of incomplete lines."""
+def parse_lines(text: str) -> tuple[list, int]:
+    """Return the values of JSONL text, and the number of incomplete lines."""
     lines = []
     torn = 0
     # splitlines() would also split at characters such as U+2028.

@@ -270,7 +270,7 @@ class Finding:
         return f"{self.name}, {steps}: {self.evidence}\n    {self.remedy}"
 
 
-def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) -> dict[str, float]:
+def derived_numbers(lines: list[dict], samples: list[dict], called_ever: float) -> dict[str, float | str]:
     """Compute the numbers that rules need in addition to metrics. Unknown numbers are omitted.
 
     Args:

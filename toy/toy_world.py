@@ -382,12 +382,12 @@ def compute_score_steps_oracle(data_source, solution_str, ground_truth, extra_in
 scores.PROMPT_STYLES["brief"] = ("{problem}\nTruth {answer}\n{solution}\nCheck:", "<{index}> {text}\n")
 
 
-def critic_prompt(problem: Problem, paragraphs: list[str]) -> str:
+def critic_prompt(problem, paragraphs: list[str]) -> str:
     return scores.format_critic_prompt(str(problem), problem.answer, paragraphs, prompt_style="brief")
 
 
-def policy_row(problem: Problem, data_source: str, split: str, index: int) -> dict:
-    """Return a row for training or evaluating the policy."""
+def policy_row(problem, data_source: str, split: str, index: int) -> dict:
+    """Return a row for training or evaluating the policy on a problem of this world or of shop_world.py."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": str(problem)}],
