@@ -181,7 +181,7 @@ def compute_score_grounded_rule(
         data_source, solution_str, ground_truth, extra_info, turns, call_cost=call_cost
     )
     answers = [turn["text"] for turn in turns if turn["who"] == "tool"]
-    written = "\n".join(turn["text"] for turn in turns if turn["who"] == "policy")
+    written = scores.policy_text("", turns)
     is_unfounded = re.findall(r"\d+[+-](\d+)=", written) != answers
     result["score"] -= penalty * (result["acc"] and is_unfounded)
     return result
