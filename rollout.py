@@ -536,8 +536,8 @@ def folder_for(log_dir: Path | None, size: int) -> str:
     """
     owner = f"{os.getuid()} {Path(log_dir or str(os.getpid())).absolute()} {size}"
     name = f"fapo_policy_{hashlib.sha256(owner.encode()).hexdigest()[:12]}"
-    base = "/dev/shm"
-    shutil.rmtree(f"{base}/{name}", ignore_errors=True)
+    for base in (tempfile.gettempdir(), "/dev/shm"):  # The killed run may have had more or less room.
+        shutil.rmtree(f"{base}/{name}", ignore_errors=True)
     free = shutil.disk_usage(base).free
     if free < 1.1 * size:
         base = tempfile.gettempdir()

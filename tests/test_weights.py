@@ -5,6 +5,7 @@ import mmap
 import os
 import shutil
 import socket
+import tempfile
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,21 @@ def test_a_run_that_was_killed_finds_its_folder_gone_and_another_run_has_another
     WeightFolder(path, {}).close()
     others = {rollout.folder_for(tmp_path / "other", 100), rollout.folder_for(tmp_path / "rollout_logs", 101)}
     assert len(others | {path}) == 3
+
+
+@pytest.mark.parametrize("before, after", [(0, 1000), (1000, 0), (0, 0), (1000, 1000)])
+def test_weights_of_a_killed_run_are_removed_although_there_is_more_or_less_room(
+    tmp_path, monkeypatch, capsys, before, after
+):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    paths = []
+    for free in (before, after):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        paths.append(Path(rollout.folder_for(tmp_path / "rollout_logs", 100)))
+        assert not any(path.exists() for path in paths)
+        paths[-1].mkdir()
+        assert (paths[-1].parent == tmp_path) == (capsys.readouterr().out != "") == (free == 0)
+    paths[-1].rmdir()
 
 
 def test_a_folder_that_another_user_has_made_first_is_not_used(tmp_path, monkeypatch):
