@@ -6,6 +6,7 @@ import os
 import random
 import re
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -428,6 +429,19 @@ def test_a_flag_that_a_loss_does_not_take_is_named(name, tmp_path):
     ):
         config_of(loss=f"{file}:mine", **{name: 2.0}).check()
     config_of(loss=f"{file}:any", **{name: 2.0}).check()
+
+
+def test_a_loss_without_a_signature_may_take_each_flag(tmp_path):
+    code = """
+        import torch
+
+        def mine(logprobs, log_ratio, advantages, mask, clip_low: float):
+            return -advantages * torch.clamp(log_ratio.exp(), min=1 - clip_low)
+
+        mine = torch.jit.script(mine)
+    """
+    (tmp_path / "own.py").write_text(textwrap.dedent(code))
+    config_of(loss=f"{tmp_path}/own.py:mine", clip_low=0.3).check()
 
 
 ODD_BUT_RIGHT = """

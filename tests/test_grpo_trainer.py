@@ -2,8 +2,10 @@
 fail.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -13,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -1209,6 +1212,35 @@ def test_a_rank_that_dies_after_ctrl_c_starts_no_new_ranks():
     run = SimpleNamespace(interrupts=SimpleNamespace(asked=True))
     with pytest.raises(KeyboardInterrupt):
         Run.recover(run, RanksLost("a rank of the policy died"))
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_ranks_that_die_more_often_than_allowed_end_the_run(max_restarts, capsys):
+    lost = [RanksLost("rank 0 died"), RanksLost("rank 1 died"), RanksLost("rank 2 died")]
+    left = lost[1:]
+
+    def restart(source):
+        raise left.pop(0)
+
+    run = SimpleNamespace(
+        interrupts=SimpleNamespace(asked=False),
+        cancelled=threading.Event(),
+        prefetched=None,
+        num_restarts=0,
+        config=SimpleNamespace(max_restarts=max_restarts),
+        find_checkpoint=lambda: None,
+        loading=contextlib.nullcontext,
+        policy=SimpleNamespace(restart=restart),
+        saved_step=4,
+        resume_from="step_4",
+    )
+    run.recover = functools.partial(Run.recover, run)
+    message = f"^rank {max_restarts} died; --max-restarts {max_restarts} allows no further restart; see the "
+    with pytest.raises(RanksLost, match=message) as ended:
+        run.recover(lost[0])
+    assert ended.value.__cause__ is lost[max_restarts] and len(left) == 2 - max_restarts
+    lines = [f"(attempt {number + 1} of --max-restarts 2)" for number in range(max_restarts)]
+    assert re.findall(r"\(attempt .*\)", capsys.readouterr().out) == lines
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", -15), ("SIGHUP", -1), ("SIGINT", 1)])

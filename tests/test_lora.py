@@ -187,6 +187,24 @@ def test_checkpoints_hold_adapters_alone_and_peft_loads_them(model, tokenizer, t
         merge_lora.merge(saved, out)
 
 
+@pytest.mark.parametrize("content", ["{}", '{"base_model_name_or_path": null}', "[]", "", "[1"])
+def test_adapters_that_name_no_base_model_are_rejected(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content)
+    message = rf"^{tmp_path}: adapter_config.json names no base model \(.*\); pass --model$"
+    with pytest.raises(ValueError, match=message):
+        merge_lora.merge(tmp_path, tmp_path / "out")
+
+
+def test_a_base_model_whose_config_transformers_rejects_is_named_in_one_line(model, tokenizer, tmp_path):
+    base, saved = write_model(tmp_path / "base", model, tokenizer), tmp_path / "saved"
+    policy_of(model, lora_rank=4).save(saved)
+    config = Path(base, "config.json")
+    config.write_text(config.read_text().replace('"vocab_size": ', '"vocab_size": 0.5, "was": '))
+    message = rf"^{saved}: cannot be merged into {base} \(--model {base}: .*'vocab_size'.*$"
+    with pytest.raises(ValueError, match=message):
+        merge_lora.merge(saved, tmp_path / "out", base)
+
+
 PARTIAL = {"llama4_text": "Llama4Router", "qwen3_next": "Qwen3NextTopKRouter"}
 
 

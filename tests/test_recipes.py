@@ -514,6 +514,14 @@ def test_a_plan_for_nodes_without_gpus_is_rejected(capsys, gpus):
     assert capsys.readouterr().err.startswith(f"error: --gpus {gpus}: every number must be above 0; ")
 
 
+@pytest.mark.parametrize("more, gb", [([], 80), (["--gpu-gb", "24"], 24)])
+def test_a_plan_for_gpus_of_unknown_memory_says_what_it_assumes(capsys, more, gb):
+    arguments = ["--model", "m", "--train-file", "t", "--out-dir", "o", "--gpus", "3", *more]
+    assert plan_run.gpu_memory(parse("tools.plan_run", arguments)) == gb
+    said = "the memory of the GPUs is unknown, so the plan assumes 80 GB; pass --gpu-gb to change it\n"
+    assert capsys.readouterr().out == said * (not more)
+
+
 def test_the_plan_counts_the_samples_of_an_evaluation(tmp_path, capsys):
     """A sampler on a CPU generates as many of them at once as --rollout-batch-size allows."""
     row = {"data_source": "d", "prompt": [{"role": "user", "content": "1"}]}

@@ -169,6 +169,7 @@ ASKED = {  # whether the servers have the token endpoint -> what they get
         (["abort"] * 6, 6),
         (["400"], 1),
         (["short"], 1),
+        (["filtered"], 1),
         (["hang"], 1),
     ],
 )
@@ -190,7 +191,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         logprobs = {"token_logprobs": [-0.5, -0.25]}
         if tokens:
             logprobs = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 1, "logprob": -0.25}]}
-        reason = {"short": "length", "abort": "abort"}.get(act, "stop")
+        reason = {"short": "length", "abort": "abort", "filtered": "content_filter"}.get(act, "stop")
         choice = {"finish_reason": reason, "token_ids": [4, 1], "logprobs": logprobs}
         answer = web.json_response({"choices": [choice]}, status=int(act) if act.isdigit() else 200)
         if act == "cut":
@@ -217,6 +218,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
     if script[-1] != "fine":
         failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
         failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request"}
+        failure |= {"filtered": "unknown finish_reason 'content_filter'"}
         with pytest.raises(RuntimeError, match=failure[script[0]]):
             rollout.rollout_vllm(servers, [sample], **settings)
     else:

@@ -406,6 +406,23 @@ def test_what_is_known_of_the_models_behind_an_address(judge_folder):
         assert reward_loop.served_models(addresses, ["a"]) == a != b
 
 
+@pytest.mark.parametrize("cards", [{"data": []}, {"data": None}, {"data": [{"root": "/x"}]}, {}, []])
+def test_a_server_without_a_list_of_models_does_not_count_as_another_one(cards):
+    with server(lambda path, body: {}, get=lambda path: cards) as address:
+        with pytest.raises((ValueError, LookupError, TypeError)):
+            reward_loop.listed_models(address)
+        now = {"models": reward_loop.served_models({"genrm": address}, ["small"])}
+    assert now == {"models": {"genrm": None}}
+    assert reward_loop.changes_between({"models": {"genrm": "small"}}, now) == []
+
+
+@pytest.mark.parametrize("before", [None, [], {}, {"models": {"genrm": "small"}}])
+def test_what_an_older_version_wrote_of_the_scoring_counts_as_changed(before):
+    now = {"models": {"genrm": "small"}, "function": "f"}
+    assert reward_loop.changes_between(before, now) == ["the version of the file"]
+    assert reward_loop.changes_between(now, now) == []
+
+
 def test_a_model_that_no_server_lists_is_named_before_it_is_asked(caplog):
     """A server that does not respond may serve it. Some servers accept names that they do not list."""
     cards = [{"data": [{"id": "small"}]}, {"data": [{"id": "large"}, {"id": "other"}]}]

@@ -1771,6 +1771,41 @@ def test_a_role_that_a_template_does_not_know_is_named(name, role):
     assert sample.failure == "error" and f"role '{role}'" in error and "role='user'" in error
 
 
+MESSAGES = """{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+ODD_TEMPLATES = {  # the role of the reply, what is replaced in the template, and the error
+    "ignores": ("tool", "tool", "tool", "ignores messages with the role 'tool'"),
+    "drops": ("user", "in messages %}", "in messages[-1:] %}", "drops the message before the reply"),
+    "alters": ("user", "m.role }}", "m.role }} {{ messages[-1].content | length }}", "alters '8'"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_TEMPLATES)
+def test_a_template_that_does_not_write_a_reply_as_it_is_is_named(name):
+    role, before, after, why = ODD_TEMPLATES[name]
+    tokenizer = templated("chatml")
+    tokenizer.chat_template = MESSAGES.replace(before, after)
+    end = tokenizer.convert_tokens_to_ids(END["chatml"])
+    sample = replied(tokenizer, [[20, end]], "8", role)
+    error = sample.result["reward_extra_info"]["error"]
+    assert sample.failure == "error" and f"reply: the chat template {why}" in error
+
+
+def test_a_reply_to_a_prompt_that_the_template_has_not_opened_is_named():
+    tokenizer = templated("chatml")
+    end = tokenizer.convert_tokens_to_ids(END["chatml"])
+
+    async def function(trajectory):
+        trajectory.reply("8", "user")
+        await trajectory.generate()
+
+    sample = with_servers(lambda *_: said([20, end]), function, tokenizer, {end})
+    error = sample.result["reward_extra_info"]["error"]
+    assert sample.failure == "error" and "does not end as the chat template opens a message" in error
+
+
 # ---- on servers
 
 

@@ -278,6 +278,15 @@ def test_torn_lines_and_runs_in_progress_are_shown_as_far_as_they_go(tmp_path):
     ]
 
 
+def test_numbers_that_json_does_not_have_are_null_on_the_page(tmp_path):
+    run = write_run(tmp_path / "run", [line(info={"ratio": float("nan"), "bound": float("-inf")}), line()])
+    (run / "config.json").write_text('{"lr": Infinity, "seed": 1}')
+    (data,) = data_of(view_run.write_page([run]))["runs"]
+    info = data["groups"][0]["samples"][0]["reward_extra_info"]
+    assert info["ratio"] is info["bound"] is None and info["acc"] is True
+    assert data["settings"] == {"lr": None, "seed": 1}
+
+
 @pytest.mark.parametrize(
     "measured, samples, note",
     [
@@ -862,6 +871,16 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
         view_run.start_server([run], port)
     with pytest.raises(OSError, match="^--port 99999: .*port must be 0-65535.*; pass another port, or 0"):
         view_run.start_server([run], 99999)
+
+
+@pytest.mark.parametrize("path", ["", "version"])
+def test_a_page_of_a_run_that_was_deleted_says_why_it_is_missing(served, path):
+    run, address = served
+    shutil.rmtree(run)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetched(address + path)
+    assert (refused.value.code, refused.value.reason) == (500, "cannot read the run")
+    assert str(run) in refused.value.read().decode()
 
 
 def test_a_browser_that_closes_its_connection_causes_no_output(served, capfd):
