@@ -92,7 +92,7 @@ class Run:
             self.first_step = self.step + 1  # of this process
             self.scored_by = state.get("scored_by")
             self.functions = state.get("functions")
-            self.check_evaluation()
+            self.check_results()
             self.read_model()
             self.read_data()
             self.compare_prompts(state)
@@ -152,13 +152,24 @@ class Run:
                 "the run writes it again"
             ) from error
 
-    def check_evaluation(self):
-        """Raise ValueError if a run without a checkpoint would delete the results of an evaluation."""
-        folder = self.config.out_dir
-        lines, _ = read_lines(Path(folder, "metrics.jsonl"))
-        is_lost = not self.step and any(map(has_evaluation, lines))
-        if is_lost and self.settings_before().get("total_steps") == 0:
-            raise ValueError(f"--out-dir {folder}: already contains an evaluation; pass another directory")
+    def check_results(self):
+        """Raise ValueError if a run without a checkpoint would delete the results of an earlier run."""
+        config = self.config
+        lines, _ = read_lines(Path(config.out_dir, "metrics.jsonl"))
+        before = self.settings_before() if lines and not self.step else {}
+        total = before.get("total_steps")
+        if total == 0 and any(map(has_evaluation, lines)):
+            raise ValueError(
+                f"--out-dir {config.out_dir}: already contains an evaluation; pass another directory"
+            )
+        if not total or config.resume == "auto":
+            return
+        # A run that was killed before its first checkpoint may be started again.
+        if lines[-1]["step"] >= min(total, before.get("save_every") or total):
+            raise ValueError(
+                f"--out-dir {config.out_dir}: already contains a run, whose checkpoints are gone; pass "
+                "another directory, or --resume auto to start again and replace its metrics and samples"
+            )
 
     def compare_model(self, state: dict):
         """Print a warning if the run is resumed with another --model than the one it started with."""

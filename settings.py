@@ -168,7 +168,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     save_every: int = 20
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep; 0: keep all.
     # Resume from the newest checkpoint in --out-dir, if there is one (auto), or reject an --out-dir that
-    # contains checkpoints (never).
+    # contains checkpoints, or the metrics of a run whose checkpoints are gone (never).
     resume: Literal["never", "auto"] = "never"
     # Number of samples to write to samples.jsonl per step and data source: complete groups during training,
     # the first sample of each group in an evaluation.

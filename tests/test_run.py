@@ -530,6 +530,32 @@ def test_an_optimizer_that_cannot_be_written_is_named_in_one_line(tmp_path, mode
     assert re.fullmatch(message + "--resume auto resumes after step 1", str(stopped.value))
 
 
+@pytest.mark.parametrize(
+    "step, before, resume, is_refused",
+    [
+        (3, dict(total_steps=3, save_every=20), "never", True),
+        (20, dict(total_steps=60, save_every=20), "never", True),
+        (20, dict(total_steps=60, save_every=20), "auto", False),
+        (19, dict(total_steps=60, save_every=20), "never", False),
+        (20, dict(total_steps=60, save_every=0), "never", False),
+    ],
+)
+def test_results_of_a_run_whose_checkpoints_are_gone_are_kept(
+    tmp_path, model, tokenizer, step, before, resume, is_refused
+):
+    """A run that was killed before its first checkpoint may be started again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(before))
+    lines = [json.dumps({"step": step, "reward/mean": 0.5}) for step in range(step + 1)]
+    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
+    expected = contextlib.nullcontext()
+    if is_refused:
+        message = "^--out-dir .*run: already contains a run, whose checkpoints are gone; pass .*--resume auto"
+        expected = pytest.raises(ValueError, match=message)
+    with expected:
+        prepared(tmp_path, model, tokenizer, resume=resume)
+
+
 def test_ctrl_c_while_the_optimizer_is_read_or_written_blames_no_checkpoint(tmp_path, model, tokenizer):
     """torch catches it and raises a CheckpointException."""
     write_checkpoint(tmp_path, model, tokenizer)
