@@ -91,7 +91,8 @@ def train(config: Config) -> Path | None:
                     started = time.perf_counter()
                     metrics = run.policy.update(batch.groups_to_train, lr, max_logprob_diff)
                     metrics |= {"actor/lr": lr, "time/update": time.perf_counter() - started}
-                    run.count_step(step, batch.num_prompts_drawn)  # It counts even if a later line fails.
+                    # The step and its metrics count even if a later line fails.
+                    run.count_step(step, batch.num_prompts_drawn, batch.metrics | metrics)
 
                     metrics |= run.sync_weights()
                     run.log_step(batch.metrics | metrics)

@@ -469,9 +469,10 @@ class Run:
                 self.log.plot()
             check_progress(self.log)
 
-    def count_step(self, step: int, num_prompts_drawn: int):
+    def count_step(self, step: int, num_prompts_drawn: int, metrics: dict):
         """Record that the policy has been trained on a step."""
         self.step = step
+        self.unlogged_metrics = metrics
         self.num_prompts_trained = num_prompts_drawn
         self.num_updates = self.policy.num_updates
 
@@ -494,6 +495,7 @@ class Run:
         seconds = time.perf_counter() - self.step_started
         metrics |= {"time/step": seconds, "perf/tokens_per_s": metrics["perf/tokens"] / seconds}
         self.log.metrics(metrics | {"actor/restarts": self.num_restarts})
+        self.unlogged_metrics = None
 
     # ---- what a run starts
 
@@ -684,10 +686,12 @@ class Run:
         """Save a checkpoint if the newest one is older, so that nothing learned is lost."""
         # In the middle of an update, the weights belong to no step and must not be saved.
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
-            # The error that stopped the run says more than the loss of a rank.
-            with contextlib.suppress(RanksLost, KeyboardInterrupt), self.interrupts.held("saving"):
+            # The error that stopped the run says more than the loss of a rank, or a full disk.
+            with contextlib.suppress(RanksLost, KeyboardInterrupt, OSError), self.interrupts.held("saving"):
                 self.interrupts.say(f"saving step {self.step}")
                 self.save()
+                if self.unlogged_metrics:  # The weight sync or the log failed.
+                    self.log_step(self.unlogged_metrics)
         self.interrupts.say(f"the run stopped; --resume auto resumes after step {self.saved_step}")
 
     @contextlib.contextmanager

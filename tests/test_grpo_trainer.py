@@ -1195,7 +1195,7 @@ def test_one_more_ctrl_c_does_not_end_the_last_save_and_two_more_do(signals, sav
         written.append("step 7")
 
     run = SimpleNamespace(step=7, saved_step=5, num_updates=3, interrupts=interrupts, save=save)
-    run.policy = SimpleNamespace(num_updates=3)
+    run.policy, run.unlogged_metrics = SimpleNamespace(num_updates=3), None
     interrupts.asked = True  # The run has been interrupted once.
     try:
         Run.save_after_failure(run)

@@ -6,6 +6,7 @@ when a test decides, and begin with the version of the weights that sampled them
 
 import asyncio
 import concurrent.futures
+import errno
 import gc
 import itertools
 import json
@@ -628,9 +629,33 @@ def test_an_update_whose_weights_cannot_be_handed_over_is_saved(settings, tmp_pa
     scene.servers.sync = refused
     with pytest.raises(RuntimeError, match="collective_rpc failed"):
         scene.run()
-    assert [path.name for path in Path(tmp_path, "run/checkpoints").iterdir()] == ["step_2"]
-    lines = lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == [0, 1]  # the step's line was not yet written
+    has_metrics_of_step_2(tmp_path / "run")
+
+
+def has_metrics_of_step_2(folder):
+    """Check that the saved step, which a resumed run does not repeat, has its metrics."""
+    assert [path.name for path in Path(folder, "checkpoints").iterdir()] == ["step_2"]
+    lines = lines_of(folder)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[2].keys() >= lines[1].keys() - {"time/sync", "time/rollout_wait"}
+
+
+def test_a_step_that_could_not_be_logged_is_saved_with_its_metrics(settings, tmp_path, monkeypatch):
+    scene = Scene(trainer_of(settings, tmp_path, save_every=0, overlap=False))
+
+    def open_on_a_full_disk(path, *mode, **options):
+        file = open(path, *mode, **options)
+        if Path(path).name == "metrics.jsonl" and scene.updating == 2:
+            monkeypatch.undo()  # There is space again.
+            file.write('{"step": 2, "rewa')
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+
+    monkeypatch.setattr(run_folder, "open", open_on_a_full_disk, raising=False)
+    with pytest.raises(OSError, match="No space left on device"):
+        scene.run()
+    has_metrics_of_step_2(tmp_path / "run")
 
 
 def test_a_judge_that_is_down_ends_an_evaluation_also_the_last_one(settings, tmp_path):
