@@ -24,8 +24,9 @@ How the router reacts when a server fails:
     requests                    that run into a time limit count as failures, even if /health is good. So do
                                 requests whose client disconnects, for whatever reason. After
                                 --unhealthy-after in a row, the server leaves the rotation, and its remaining
-                                requests go to other servers. It returns when it has been restarted, or if no
-                                other server is healthy.
+                                requests go to other servers. It returns when its /health has failed in the
+                                meantime, as during a restart, when it is added again, or if no other server
+                                is healthy.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 Unless --mixed-models is set, a server does not join if its models differ from those of the first server.
 No POST request is sent twice to a living server. A server returns to the rotation when its /health responds
@@ -773,6 +774,7 @@ class Router:
             else:
                 url = clean_url(json.loads(body)["url"])
                 worker = self.workers.setdefault(url, Worker(url))
+                worker.hangs = False  # It may have been restarted between two health checks.
                 await self.poll(worker)
         except (ValueError, KeyError, TypeError) as error:  # Broken UTF-8 is a ValueError.
             usage = 'send POST /workers {"url": "http://host:port"} or DELETE /workers?url=http://host:port'

@@ -854,6 +854,17 @@ async def test_an_engine_that_hangs_behind_a_good_health_leaves_until_it_is_rest
 
 
 @in_a_loop
+async def test_a_restart_between_two_health_checks_is_noticed_if_the_server_is_added_again():
+    async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, unhealthy_after=1) as it:
+        await wait_in_vain(it, hung, good)
+        hung.play = say_name
+        await it.router.poll_all()
+        assert it.worker(hung).hangs and not it.worker(hung).healthy
+        assert json.loads((await it.ask("POST", "/workers", json={"url": hung.url}))[1])["healthy"]
+        assert (await it.ask("POST", "/v1/x", headers=session_of(hung, it)))[:2] == (200, hung.url.encode())
+
+
+@in_a_loop
 async def test_an_engine_that_hangs_is_found_by_the_time_limit_of_the_router_and_returns_as_the_last():
     settings = dict(request_timeout=0.5, unhealthy_after=2)
     async with Upstream(hang) as hung, Upstream() as good, Running(hung, good, **settings) as it:
