@@ -860,12 +860,18 @@ def _raise_if_failed(reply):
 
 async def _json_request(method, url, **kwargs):
     session = await _session()
-    async with session.request(method, url, **kwargs) as response:
-        if not response.ok:
-            text = await response.text(errors="replace")
-            response.reason = text[:200]  # raise_for_status puts the reason into the error's message.
-            response.raise_for_status()
-        text = await response.read()
+    try:
+        async with session.request(method, url, **kwargs) as response:
+            if not response.ok:
+                text = await response.text(errors="replace")
+                response.reason = text[:200]  # raise_for_status puts the reason into the error's message.
+                response.raise_for_status()
+            text = await response.read()
+    except aiohttp.ClientResponseError as error:
+        # aiohttp reports a malformed response as status 400, as if the server had rejected the request.
+        if isinstance(error.__cause__, aiohttp.http.HttpProcessingError):
+            raise aiohttp.ClientPayloadError(f"malformed response: {error.message}") from error
+        raise
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError) as error:  # A page, or a reply that breaks off

@@ -400,10 +400,13 @@ def printable(text: str) -> str:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether to retry after this error: a broken connection, or HTTP 408, 429 or 5xx.
+    """Return whether to retry after this error: a broken connection or response, or HTTP 408, 429 or 5xx.
 
     This recognises the errors of aiohttp, openai, requests and httpx.
     """
+    # aiohttp reports a malformed response as status 400.
+    if any(kind.__name__ == "HttpProcessingError" for kind in type(error.__cause__).__mro__):
+        return True
     status = None
     for place in (error, getattr(error, "response", None)):
         status = status or getattr(place, "status", None) or getattr(place, "status_code", None)

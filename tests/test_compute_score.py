@@ -980,7 +980,8 @@ class Judge:
     forever.
 
     An entry is the text of a critique, an HTTP status or a pair of it and headers, a dict sent as the JSON
-    body, or a function from the request's JSON to one of them; "hang" never answers.
+    body, bytes sent as the whole response, or a function from the request's JSON to one of them; "hang" never
+    answers.
     """
 
     def __init__(self, *script):
@@ -1002,6 +1003,10 @@ class Judge:
             request.transport.close()
         if entry == "hang":
             await asyncio.Event().wait()
+        if isinstance(entry, bytes):
+            request.transport.write(entry)
+            request.transport.close()
+            return web.Response()
         if isinstance(entry, int):
             entry = (entry, {})
         if isinstance(entry, tuple):
@@ -1729,6 +1734,24 @@ def test_a_failure_inside_a_good_reply_is_tried_again(reply):
     judge = Judge(reply, "\\boxed{1}")
     result = score_with(judge)
     assert (result["score"], result["genrm_status"], len(judge.requests)) == (0.0, "ok", 2)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"\x00\x01garbage\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"HTTP/1.1 500 no\r\nContent-Length: 3\r\n\r\nInternal Server Error",
+        b"HTTP/1.1 503 no\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_a_malformed_response_is_tried_again_with_the_same_limit(response):
+    """aiohttp reports it as status 400, with which judges reject too many max_tokens."""
+    judge = Judge(response, "\\boxed{1}")
+    judge.card["max_model_len"] = 4096
+    assert score_with(judge, genrm_max_tokens=20)["genrm_status"] == "ok"
+    assert [request["max_tokens"] for request in judge.requests] == [20, 20]
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,9 @@ def test_http_errors_that_may_pass():
         assert reward_worker.is_retryable(answer(status))
     assert reward_worker.is_retryable(aiohttp.ServerDisconnectedError())
     assert reward_worker.is_retryable(aiohttp.ClientPayloadError())  # cut off within the response
+    malformed = answer(400)
+    malformed.__cause__ = aiohttp.http_exceptions.BadStatusLine("garbage")  # set by aiohttp
+    assert reward_worker.is_retryable(malformed)
     response = requests.Response()
     response.status_code = 503
     assert reward_worker.is_retryable(requests.HTTPError(response=response))
