@@ -895,6 +895,7 @@ async def _open_session():
         connector=aiohttp.TCPConnector(limit=1024),  # The default of 100 is too low for judges.
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),  # `chat` sets the total limit.
         headers=headers,
+        max_field_size=1 << 16,  # bytes; gateways may send long cookies or policies
     ) as session:
         yield session
 

@@ -200,6 +200,7 @@ BUFFERED = 1 << 20  # bytes; a longer response, or one of unknown length, is str
 CONNECT_TIMEOUT = 5  # time limit for connecting to a server, in seconds; then another server is tried
 # After 30 s, a probe every 10 s; the third that gets no response breaks the connection.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+MAX_HEADER = 1 << 16  # bytes; gateways and their clients may send long cookies or tokens
 ALONE_SECONDS = 1.0  # A prompt that kills its server does so within this time.
 CLOCK_ERROR = 0.01  # seconds by which the clocks of asyncio and `time` may differ
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
@@ -312,6 +313,7 @@ class Router:
             skip_auto_headers=("Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT),
             auto_decompress=False,
+            max_field_size=MAX_HEADER,
         )
         # The traceback of a malformed request quotes the line, which may contain a key.
         logging.getLogger("aiohttp.server").addFilter(is_no_malformed_request)
@@ -321,6 +323,7 @@ class Router:
             handler_cancellation=True,  # If a client disconnects, its request is cancelled on the server.
             access_log=None,
             auto_decompress=False,
+            max_field_size=MAX_HEADER,
         )
         self.runner = web.ServerRunner(server, shutdown_timeout=4.0)  # aiohttp waits twice this long.
         await self.runner.setup()

@@ -1773,6 +1773,12 @@ def test_a_final_failure_inside_a_good_reply_ends_at_once_and_is_readable(reply)
     assert "the reply" in result["genrm_error"] or "the upstream is not well" in result["genrm_error"]
 
 
+def test_a_reply_with_a_long_header_is_read():
+    """Gateways send long cookies and policies."""
+    reply = json.dumps(completion("\\boxed{1}", "stop"))
+    assert score_with(Judge((200, {"X-Policy": "x" * 60_000}, reply), 400))["genrm_status"] == "ok"
+
+
 def test_content_in_parts_is_joined():
     texts = [{"type": "text", "text": text} for text in ("wrong \\boxed", "{1}")]
     parts = [texts[0], {"type": "image_url"}, texts[1]]

@@ -48,6 +48,7 @@ class Upstream:
             self.handle,
             handler_cancellation=True,
             auto_decompress=False,
+            max_field_size=1 << 16,
             request_factory=lambda *parts: web.BaseRequest(*parts, loop, client_max_size=1 << 27),
         )
         self.runner = web.ServerRunner(server, shutdown_timeout=0.1)
@@ -491,6 +492,20 @@ async def test_an_answer_cut_before_anything_went_out_is_retried_and_after_that_
         with pytest.raises(aiohttp.ClientPayloadError):  # a broken connection tells the client
             await it.ask("GET", "/")
         assert len(one.seen) + len(two.seen) == 1
+
+
+@in_a_loop
+async def test_long_headers_reach_the_server_and_the_client():
+    """For example, gateways send cookies and policies, and clients send tokens."""
+    long = "x" * 60_000
+
+    async def play(request, upstream):
+        return web.Response(headers={"X-Answer": request.headers["X-Question"]})
+
+    async with Upstream(play) as up, Running(up) as it:
+        asked = {"headers": {"X-Question": long}, "max_field_size": 1 << 16}
+        status, _, headers = await it.ask("GET", "/v1/x", **asked)
+        assert (status, headers["X-Answer"]) == (200, long) and not it.worker(up).failures
 
 
 @in_a_loop
