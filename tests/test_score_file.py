@@ -356,6 +356,13 @@ def test_resume_notices_other_files_and_settings_of_the_judge(tmp_path, judge_fo
     ]:
         with pytest.raises(ValueError, match=rf"different judge .*\(not the same: {name}\); delete"):
             start(**changes)
+    older = json.loads(headers[0]) | {
+        "reward_fn": config.reward_fn,
+        "files": {"compute_score.py": "a digest"},
+    }
+    partial.write_text(json.dumps(older) + "\n")
+    with pytest.raises(ValueError, match=r"\(not the same: the version of the file\); delete"):
+        start()
 
 
 def test_a_wrong_key_ends_the_start_also_without_a_router(tmp_path, serve, monkeypatch):
