@@ -204,7 +204,7 @@ def test_the_rule_without_a_judge_compares_operands_with_the_tools_answers(turns
 
 
 def test_rows_from_trajectories_of_policies(tmp_path):
-    """The hidden prices come from the run's training file, and a trajectory of one turn has no turns."""
+    """The hidden prices come from the run's training files, and a trajectory of one turn has no turns."""
     rng = random.Random(0)
     lines, rows = [], []
     for number in range(40):
@@ -215,8 +215,10 @@ def test_rows_from_trajectories_of_policies(tmp_path):
         line["reward_extra_info"] = {"acc": True}
         lines.append(line | ({"turns": turns} if len(turns) > 1 else {}))
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "config.json").write_text(json.dumps({"train_file": str(tmp_path / "train.jsonl")}))
+    files = [str(tmp_path / f"train{number}.jsonl") for number in (0, 1)]
+    for number, file in enumerate(files):
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows[number::2]))
+    (tmp_path / "config.json").write_text(json.dumps({"train_file": files}))
     command = [ROOT / "recipes/critic_rows.py", "--runs", tmp_path, "--out-dir", tmp_path, "--held-out", "10"]
     subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
     found = []
