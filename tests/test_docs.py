@@ -173,14 +173,6 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
     assert again["extra_info"]["cost"] == 0.1
     assert compute_score.compute_score(**again)["acc"] is False  # The tool wrote the answer.
     assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
-    trl = types.SimpleNamespace(
-        accuracy_reward=lambda completions, solution, **rest: [
-            float(text[0]["content"].endswith(truth)) for text, truth in zip(completions, solution)
-        ]
-    )
-    monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(rewards=trl))
-    monkeypatch.setitem(sys.modules, "trl.rewards", trl)  # accuracy_reward(completions, solution, **kwargs)
-    assert names["from_trl"](solution_str="it is 4", **about) == 1.0
     answers = ["it is \\boxed{4}", "\\boxed{4}", "4", "\\boxed{5}"]
     assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0]
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
@@ -229,6 +221,36 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
     assert (result["score"], result["flawed_positive"], result["first_wrong"]) == (0.0, True, 0)
     prompt = names["fapo"].format_critic_prompt("2+2?", "4", "two\n\nfour", prompt_style="terse")
     assert "[0] two\n[1] four" in prompt and prompt.endswith("\\boxed{}.")
+
+
+def wrapper(name):
+    """Return a wrapper for the functions of another framework from docs/reward_functions.md."""
+    names = {}
+    for block in blocks(ROOT / "docs/reward_functions.md", "python"):
+        if f"def {name}(" in block:
+            exec(block, names)
+    return names[name]
+
+
+@pytest.mark.parametrize("truth", ["4", "x+1", r"3\sqrt{13}", r"\text{Evelyn}"])
+def test_a_reward_of_trl_reads_the_whole_ground_truth(truth, monkeypatch):
+    math_verify = pytest.importorskip("math_verify")
+
+    def accuracy_reward(completions, solution, **rest):
+        """Compare as TRL 1.16 does: any text may be the ground truth, but the answer must be LaTeX."""
+        latex = math_verify.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+        rewards = []
+        for messages, text in zip(completions, solution, strict=True):
+            gold = math_verify.parse(text)
+            answer = math_verify.parse(messages[0]["content"], [latex], extraction_mode="first_match")
+            rewards.append(float(math_verify.verify(gold, answer)) if gold else None)
+        return rewards
+
+    trl = types.SimpleNamespace(accuracy_reward=accuracy_reward)
+    monkeypatch.setitem(sys.modules, "trl", types.SimpleNamespace(rewards=trl))
+    monkeypatch.setitem(sys.modules, "trl.rewards", trl)
+    rewards = [wrapper("from_trl")("x", f"so \\boxed{{{answer}}}", truth, {}) for answer in (truth, "3")]
+    assert rewards == [1.0, 0.0]
 
 
 def fapo_rewards(right, judge_says, penalty):
