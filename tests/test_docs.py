@@ -253,6 +253,23 @@ def test_a_reward_of_trl_reads_the_whole_ground_truth(truth, monkeypatch):
     assert rewards == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", ["tensor of one", "tensor", "float"])
+def test_a_reward_of_openrlhf_is_called_for_one_sample_at_a_time(kind, monkeypatch):
+    def reward_func(queries, prompts, labels):
+        [query], [prompt], [label] = queries, prompts, labels
+        reward = float(query == f"{prompt}so {label}")
+        returned = {"tensor of one": torch.tensor([reward]), "tensor": torch.tensor(reward), "float": reward}
+        return {"rewards": returned[kind]}
+
+    monkeypatch.setitem(sys.modules, "their_file", types.SimpleNamespace(reward_func=reward_func))
+    function = wrapper("from_openrlhf")
+    about = dict(
+        data_source="x", ground_truth="4", extra_info={}, prompt=[{"role": "user", "content": "2+2?"}]
+    )
+    rewards = [function(solution_str=text, **about) for text in ("so 4", "so 5")]
+    assert rewards == [1.0, 0.0]
+
+
 def fapo_rewards(right, judge_says, penalty):
     """Return what compute_score_fapo returns for a correct or wrong answer if the judge says this."""
 
