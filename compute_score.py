@@ -208,7 +208,8 @@ async def compute_score_fapo(
         result = outcome()
     else:  # math-verify blocks, and asyncio needs its default threads to resolve host names.
         grade = functools.partial(outcome, verifier=verifier)
-        result = await asyncio.get_running_loop().run_in_executor(_grader_threads, grade)
+        _, _, threads = _grading()
+        result = await asyncio.get_running_loop().run_in_executor(threads, grade)
         if result["acc"] is None and on_no_verdict == "rule":
             result = outcome()
     extra_info = extra_info or {}
@@ -1335,8 +1336,7 @@ def _name_value_unit(text):
 GRADE_TIMEOUT_S = 4  # Seconds of CPU time per answer, whatever the load; ordinary answers take milliseconds.
 GRADE_WALL_S = 120  # Time limit in seconds for an answer that waits without using the CPU.
 GRADE_MEMORY = 2 << 30  # Bytes; an answer such as 9^{9^{9^9}} must not exhaust the machine's memory.
-_grader_threads = ThreadPoolExecutor(4)  # Event loops use at most 4 child processes at a time.
-_graders = {}  # id of a process -> its idle child processes (pid, pipe), and a lock for them
+_graders = {}  # id of a process -> what _grading returns; a forked process cannot use its parent's
 
 # math-verify ignores these parts: it would parse 52_8 as 52, 1.4\ldots as 1.4, f' as f, and an equation as a
 # value. It also ignores whether a comma is outside brackets, so -1,2 would equal the interval (-1,2), and the
@@ -1348,6 +1348,12 @@ _NOT_READ = re.compile(
     r"^(?=(?:[^(\[,]|[(\[][^(),\]]*[)\]])*(?:,|or))|\d \d|\b\d\d?:[0-5]\d\b|"
     r"\\(?:ldots|mod|pmod|bmod|equiv|approx|sim|pm|mp|to|neg)(?![a-zA-Z])|(?<![a-zA-Z\\{])[a-zA-Z]{3,}"
 )
+
+
+def _grading():
+    """Return this process's idle children (pid, pipe), a lock for them, and threads for event loops."""
+    new = [], threading.Lock(), ThreadPoolExecutor(4)  # An event loop uses at most 4 children at a time.
+    return _graders.setdefault(os.getpid(), new)  # atomic
 
 
 def _math_verify(answer, truth):
@@ -1368,7 +1374,7 @@ def _math_verify(answer, truth):
         return False
     if len({unit for _, _, unit in parts + true_parts if unit}) > 1:
         answer, truth = f"({answer})", f"({truth})"  # The order of 5 feet, 3 inches matters.
-    free, lock = _graders.setdefault(os.getpid(), ([], threading.Lock()))  # atomic
+    free, lock, _ = _grading()
     with lock:  # If a child inherited the pipe of another child, the other child's death would go unnoticed.
         pid, pipe = free.pop() if free else _start_grader()
     try:

@@ -2455,6 +2455,34 @@ told(early=early, accs=[first, *late])
     assert told == {"early": [True, False, None, True], "accs": [True] + [True, False] * 40}
 
 
+def test_a_fork_of_a_process_that_has_graded_in_an_event_loop_has_threads_of_its_own(grading):
+    told = grading("""
+import multiprocessing
+def scored(pred):
+    sample = ("x", f"\\\\boxed{{{pred}}}", "1", {"split": "test"})
+    return asyncio.run(scores.compute_score_fapo(*sample, verifier="math_verify"))["acc"]
+first = scored("1+0")
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    try:
+        late = pool.map_async(scored, ["1+0", "2"]).get(10)
+    except multiprocessing.TimeoutError:
+        late = "hangs"
+told(accs=[first, late])
+""")
+    assert told == {"accs": [True, [True, False]]}
+
+
+def test_functions_can_be_pickled_by_value(grading):
+    """Ray and joblib do so with a function in a notebook, and `datasets` to tell two functions apart."""
+    told = grading("""
+import cloudpickle
+cloudpickle.register_pickle_by_value(scores)
+function = cloudpickle.loads(cloudpickle.dumps(scores.compute_score_fapo))
+told(acc=asyncio.run(function("x", "\\\\boxed{5}", "1"))["acc"])
+""")
+    assert told == {"acc": False}
+
+
 @pytest.mark.slow
 def test_a_fork_while_all_graders_are_busy_grades_all_the_same(grading):
     told = grading("""
