@@ -626,8 +626,9 @@ async def chat(
     After a broken connection, status 408, 425, 429 or 5xx (even in the body of a reply with HTTP status 200),
     or a reply that is not JSON or has no choices, the request is retried with growing random pauses until
     `timeout_s` has passed. Without `model`, the model is the only one that the server lists. A failing server
-    never makes `chat` raise an exception. At temperature 0, identical requests wait for the first one, even
-    if it hangs, and share its answer. They share a failure only if the request crashed servers.
+    never makes `chat` raise an exception, but a setting that JSON cannot express does. At temperature 0,
+    identical requests wait for the first one, even if it hangs, and share its answer. They share a failure
+    only if the request crashed servers.
 
     Returns:
         (status, text, completion tokens). The status is "ok", "truncated" (cut off at the limit, by a content
@@ -643,6 +644,7 @@ async def chat(
         "chat_template_kwargs": chat_kwargs,
     }
     body = {key: value for key, value in body.items() if value is not None}
+    body = json.loads(json.dumps(body, default=_plain))
     shared = _SharedAnswer()
     if temperature == 0:
         shared = _shared_answer(asyncio.get_running_loop(), f"{address} {body}")
@@ -690,6 +692,11 @@ def _messages(prompt: str | list[dict]) -> list[dict]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return [message | {"content": _as_utf8(message["content"])} for message in prompt]
+
+
+def _plain(value):
+    """Return a mapping or list of OmegaConf as JSON needs it. verl passes nested settings as such objects."""
+    return dict(value) if hasattr(value, "keys") else list(value)
 
 
 def _as_utf8(text):

@@ -1,6 +1,7 @@
 """compute_score.py: the rule on real gold solutions, and the judge as a real, scripted HTTP server."""
 
 import asyncio
+import collections
 import contextlib
 import csv
 import functools
@@ -1370,6 +1371,20 @@ def test_time_limit_and_chat_settings_reach_the_judge(function):
     result = asyncio.run(main())
     assert result["genrm_status"] == "timeout" and "within 1 s" in result["genrm_error"]
     assert [request["chat_template_kwargs"] for request in judge.requests] == [thinking]
+
+
+class OmegaSettings(collections.UserDict):
+    """A nested setting as verl passes it: a mapping of OmegaConf, and not a dict."""
+
+
+def test_nested_settings_of_verl_reach_the_judge_and_what_is_not_json_raises():
+    judge, template = Judge("\\boxed{-1}"), {"enable_thinking": False, "level": {"of": [3]}}
+    nested = OmegaSettings(enable_thinking=False, level=OmegaSettings(of=collections.UserList([3])))
+    result = score_with(judge, genrm_chat_kwargs=nested, on_no_verdict="rule")
+    assert result["genrm_status"] == "ok"
+    assert [request["chat_template_kwargs"] for request in judge.requests] == [template]
+    with pytest.raises(TypeError):
+        score_with(judge, genrm_chat_kwargs={"enable_thinking": object()}, on_no_verdict="rule")
 
 
 def test_a_judge_that_does_not_answer_is_named_before_the_reward_loop_gives_up():
