@@ -661,11 +661,16 @@ async def chat(
                     return status, text, tokens
                 except Exception as error:  # This includes bad addresses and unreadable replies.
                     failure = f"{type(error).__name__}: {error}"
+                    status = getattr(error, "status", 0)
                     # Identical requests share this failure, because they would crash more servers.
-                    if getattr(error, "status", 0) == KILLS_SERVERS:
+                    if status == KILLS_SERVERS:
                         shared.answer = "http_error", failure
                     if not _is_retryable(error):
                         return "http_error", failure, 0
+                    # verl's router answers 500 if the server rejects max_tokens as too many for its context.
+                    context = _served.get((address, model), {}).get("max_model_len") or math.inf
+                    if status == 500 and len(str(body)) + body.get("max_tokens", 0) > context:
+                        body.pop("max_tokens", None)
                 await asyncio.sleep(random.uniform(pause / 2, pause))
                 pause = min(8.0, 2 * pause)
             return *shared.answer, None

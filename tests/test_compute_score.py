@@ -1902,6 +1902,16 @@ def test_a_judge_with_a_small_context_answers_as_far_as_its_context_goes(max_tok
     assert not any("max_completion_tokens" in request for request in judge.requests)
 
 
+@pytest.mark.parametrize(("context", "sent"), [(4096, [4000, None, None]), (1 << 20, [4000, 4000, 4000])])
+def test_a_router_that_answers_500_for_400_does_not_hide_the_limit_of_the_context(context, sent):
+    """verl's router does so. If the prompt surely fits, the limit is not the reason, and stays."""
+    judge = Judge(500, 500, "\\boxed{1}")
+    judge.card |= {"max_model_len": context}
+    result = score_with(judge, genrm_max_tokens=4000)
+    assert (result["score"], result["genrm_status"]) == (0.0, "ok")
+    assert [request.get("max_tokens") for request in judge.requests] == sent
+
+
 def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_too():
     judge = RenamedJudge("\\boxed{1}")
     result = score_with(judge, genrm_model="judge_v1", genrm_max_tokens=80)
