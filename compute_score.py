@@ -758,8 +758,9 @@ async def _check_name(address, model):
         )
 
 
-# Finish reasons of incomplete answers, of vLLM and several APIs. Any other reason means a complete answer.
-CUT_OFF = ("length", "model_length", "content_filter", "repetition")
+# Finish reasons of incomplete answers, of vLLM and several APIs, in lower case. Any other reason means a
+# complete answer.
+CUT_OFF = ("length", "max_tokens", "model_length", "content_filter", "safety", "repetition")
 ABORTED = ("abort", "error", "insufficient_system_resource")  # Another attempt may be complete.
 
 
@@ -782,7 +783,7 @@ def _read_reply(reply):
     try:
         choice = choices[0]
         _raise_if_failed(choice)
-        end = choice.get("finish_reason")
+        end = str(choice.get("finish_reason")).lower()
         message = choice["message"]
         is_aborted = end in ABORTED
         if is_aborted or end in CUT_OFF:  # Some servers then leave out the content or the message.

@@ -2044,7 +2044,7 @@ def test_a_failure_is_not_shared(failure):
     assert sorted(others, key=str) == [("ok", "fine", 4)] + [("ok", "fine", None)] * 6
 
 
-@pytest.mark.parametrize("reason", ["length", "content_filter", "repetition"])
+@pytest.mark.parametrize("reason", ["length", "content_filter", "repetition", "MAX_TOKENS", "safety"])
 def test_an_answer_that_was_cut_at_the_limit_is_shared(reason):
     """Each repetition of the request would be cut off as well."""
     judge = Judge(completion("so far", reason))
