@@ -136,7 +136,8 @@ def policy_text(solution_str: str, turns=()) -> str:
     interrupts a box, the box contains only what the policy wrote. Raises ValueError if the response is not a
     text, such as a list of messages: a membership test in a list would find no box.
     """
-    for text in (solution_str, *(turn["text"] for turn in turns or ())):
+    turns = list(() if turns is None else turns)  # from NumPy's array, as pandas reads lists of Parquet files
+    for text in (solution_str, *(turn["text"] for turn in turns)):
         if not isinstance(text, str):
             raise ValueError(
                 f"solution_str (column `response`): {text!r:.80} is not a text; write one row "
@@ -348,7 +349,8 @@ def show_solution(solution_str: str, turns=()) -> str | list[str]:
     No text can claim another author: "(tool)" in a text, or a near copy of it, becomes "{tool}". A response
     of a single turn is a trajectory if a rollout function has sampled it. Only such turns have `tokens`.
     """
-    authors = ["policy", "tool", "user", *(turn["who"] for turn in turns or ())]
+    turns = list(() if turns is None else turns)
+    authors = ["policy", "tool", "user", *(turn["who"] for turn in turns)]
     pattern = _author_pattern(frozenset(authors))
     if not turns or len(turns) == 1 and turns[0].get("tokens") is None:
         return _replace_brackets(solution_str, pattern, "{}")
@@ -948,6 +950,8 @@ def single_answer(ground_truth, data_source="") -> str:
     found = ground_truth
     if hasattr(found, "tolist"):  # NumPy's arrays and numbers
         found = found.tolist()
+        if isinstance(found, float) and ground_truth.dtype in ("float16", "float32"):
+            found = float(str(ground_truth))  # 0.1, and not 0.10000000149011612
     if isinstance(found, (list, tuple)) and len(found) == 1 and isinstance(found[0], str):
         found = found[0]
     answer = None

@@ -698,6 +698,8 @@ def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
         (("4",), "4"),
         (numpy.array(["4"]), "4"),
         (numpy.int64(4), "4"),
+        (numpy.float32(0.1), "0.1"),
+        (numpy.float64(1 / 3), "0.3333333333333333"),
         (0.00005, "0.00005"),
         (-1e16, "-10000000000000000"),
         ('["[1, 2]"]', "[1, 2]"),
@@ -1313,6 +1315,9 @@ def test_only_the_policys_turns_contain_its_answer(texts, truth, pred):
     expected = {"score": 1.0 if pred == truth else -1.0, "acc": pred == truth, "pred": pred}
     assert scores.compute_score("x", text, truth, turns=turns) == expected
     assert scores.compute_score_gsm8k("x", text, truth, turns=turns) == expected
+    array = numpy.array(turns, dtype=object)  # as in a row of pandas
+    assert scores.compute_score("x", text, truth, turns=array) == expected
+    assert scores.show_solution(text, array) == scores.show_solution(text, turns)
     judged = asyncio.run(scores.compute_score_baseline("x", text, truth, EXTRA, turns=turns))
     assert judged.items() >= expected.items()
     assert classify(truth, [0.5], text, turns=turns)[0] == expected | {"score": 0.5}
