@@ -1474,7 +1474,8 @@ def _grade(pipe):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # After Ctrl-C, the parent decides.
     logging.disable()
-    pages = int(open("/proc/self/statm").read().split()[0])
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[0])
     limit = GRADE_MEMORY + pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _keep_case()

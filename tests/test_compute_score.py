@@ -2557,6 +2557,20 @@ told(statuses=[*statuses.values()])
     assert told == {"statuses": [7] * 18}
 
 
+def test_a_grader_leaves_no_file_open(grading):
+    """With -W error, Python would report this on the terminal."""
+    told = grading("""
+import tempfile, warnings
+warnings.simplefilter("error")
+with tempfile.TemporaryFile() as terminal:
+    os.dup2(terminal.fileno(), 2)
+    acc = verified("1+0")["acc"]
+    terminal.seek(0)
+    told(acc=acc, said=terminal.read().decode())
+""")
+    assert told == {"acc": True, "said": ""}
+
+
 def test_math_verify_in_a_file_that_was_loaded_under_another_name(grading, tmp_path):
     """verl loads a user's copy like this."""
     (tmp_path / "my_reward.py").write_text(Path(scores.__file__).read_text())
