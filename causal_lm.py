@@ -34,6 +34,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     GradientCheckpointingLayer,
     PreTrainedTokenizerFast,
 )
@@ -87,18 +88,28 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     return model
 
 
+class GenerateSettings(GenerationConfig):
+    """Settings of transformers' generate() that can be saved as they were read."""
+
+    def validate(self, *args, **kwargs) -> None:
+        """Accept all settings. transformers would not save a temperature without do_sample."""
+
+
 def make_savable(model, source: str) -> None:
     """Drop settings of transformers' generate() that transformers reads, but would not save.
 
     Nothing here calls generate(). Raises ValueError if the settings still cannot be saved.
     """
     settings = model.generation_config
-    settings.do_sample = True  # Otherwise transformers rejects a saved temperature.
+    do_sample = settings.do_sample
+    settings.do_sample = True  # A temperature without it is valid here.
     try:
         settings.validate(strict=True)
     except ValueError as error:
         for name in re.findall(r"^- `(\w+)`", str(error), re.MULTILINE):
             setattr(settings, name, None)
+    settings.do_sample = do_sample  # A model that decodes greedily goes on to do so.
+    settings.__class__ = GenerateSettings
     try:
         with tempfile.TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)

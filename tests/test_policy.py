@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import causal_lm
@@ -1134,6 +1134,19 @@ def test_a_model_whose_log_probabilities_come_out_wrong_is_refused_by_name(model
     monkeypatch.setattr(type(model), "forward", strange)
     with pytest.raises(ValueError, match=r"--model \S+: LlamaForCausalLM cannot be trained, "):
         policy_of(model)
+
+
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": True}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.6}])
+def test_a_checkpoint_keeps_the_decoding_of_the_base_model(sampling, do_sample, model, tmp_path):
+    """With `generate()`, a trained model is compared with its base, so both must be greedy, or neither."""
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 1} | sampling | do_sample))
+    Policy(config_of(), str(tmp_path), CPU).save(tmp_path / "saved")
+    written = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert bool(written.do_sample) == do_sample.get("do_sample", False)
+    assert sampling.items() <= written.to_dict().items()
 
 
 def test_sampling_values_without_do_sample_do_not_make_saving_impossible(model, tmp_path):
