@@ -283,6 +283,25 @@ def test_an_output_that_is_a_file_is_rejected_and_not_changed(model, tokenizer, 
     assert out.read_text() == "mine"
 
 
+def saved_by_peft(model, tokenizer, folder, settings) -> Path:
+    """Save the adapters of another program, without a tokenizer, and return their folder."""
+    base = write_model(folder / "base", model, tokenizer)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+def test_adapters_without_a_tokenizer_get_that_of_the_base_model(model, tokenizer, tmp_path):
+    saved = saved_by_peft(model, tokenizer, tmp_path, LoraConfig(r=4, task_type="CAUSAL_LM"))
+    merge_lora.merge(saved, tmp_path / "out")
+    merged = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert merged.get_vocab() == tokenizer.get_vocab()
+    for file in (tmp_path / "base").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"/saved: cannot be merged into .*tokenizer"):
+        merge_lora.merge(saved, tmp_path / "unwritten")
+    assert not (tmp_path / "unwritten").exists()
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_adapters_of_other_programs_on_a_tied_weight_are_rejected(model, tokenizer, tmp_path, target):
     """Merging them would change both the embedding and the head."""

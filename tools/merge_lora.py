@@ -40,8 +40,9 @@ class Config:
 def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
     """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`.
 
-    Raises ValueError if `checkpoint` has no adapters, or if `out` is a file or one of the two inputs, and
-    OSError if the disk is full.
+    A checkpoint without a tokenizer gets that of the base model.
+    Raises ValueError if `checkpoint` has no adapters that can be merged, or if `out` is a file or one of the
+    two inputs, and OSError if the disk is full.
     """
     adapters = checkpoint / "adapter_config.json"
     if not adapters.is_file():
@@ -76,6 +77,9 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
     )
 
     try:
+        # Other programs may save only the adapters.
+        has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
+        tokenizer = load_tokenizer(str(checkpoint) if has_tokenizer else base, trust_remote_code)
         config = read_config(base, trust_remote_code)
         stored = config.dtype or config.get_text_config().dtype or torch.float32
         # The sum is computed in float32 and then rounded, as on the policy servers.
@@ -97,7 +101,6 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         whole.to(stored).save_pretrained(out, state_dict=whole.state_dict() | exact)
     except SafetensorError as error:  # for example, because the disk is full
         raise OSError(f"{out}: cannot be written ({error}); free some space, and merge again") from error
-    tokenizer = load_tokenizer(str(checkpoint), trust_remote_code)
     tokenizer.save_pretrained(out)
     add_end_tokens(out / "generation_config.json", tokenizer)
     print(f"merged model: {out}")
