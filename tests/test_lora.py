@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -300,6 +300,21 @@ def test_adapters_without_a_tokenizer_get_that_of_the_base_model(model, tokenize
     with pytest.raises(ValueError, match=r"/saved: cannot be merged into .*tokenizer"):
         merge_lora.merge(saved, tmp_path / "unwritten")
     assert not (tmp_path / "unwritten").exists()
+
+
+REPEATED = LoraConfig(r=4, layer_replication=[(0, 2), (1, 2)], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    "settings", [PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), REPEATED]
+)
+def test_adapters_that_cannot_be_merged_are_rejected_in_one_line(settings, model, tokenizer, tmp_path):
+    saved = saved_by_peft(model, tokenizer, tmp_path, settings)
+    with pytest.raises(
+        ValueError, match="cannot be merged .*tunes a prompt or repeats layers, so it works only with peft"
+    ):
+        merge_lora.merge(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

@@ -85,6 +85,9 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         # The sum is computed in float32 and then rounded, as on the policy servers.
         whole = load_causal_lm(base, torch.float32, trust_remote_code, max_positions)
         adapted = PeftModel.from_pretrained(whole, checkpoint)
+        kind = adapted.active_peft_config
+        if kind.is_prompt_learning or getattr(kind, "layer_replication", None):
+            raise ValueError("it tunes a prompt or repeats layers, so it works only with peft")
         for name in adapter_layers(whole):
             if is_tied(whole, name):
                 raise ValueError(f"{name} shares its weight with another layer, which merging would change")
