@@ -356,7 +356,7 @@ def compute_policy_loss(
 
     The loss is a mean over the tokens of the whole mini-batch, or over its sequences if the loss function has
     a true attribute `over_sequences` (gspo). So the losses of micro-batches and ranks add up to the same
-    number, however the samples are split.
+    number, however the samples are split. Log-probabilities of 16 bits are widened to float32.
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the current policy, B x T.
@@ -377,7 +377,8 @@ def compute_policy_loss(
     compute = LOSSES.get(loss, loss)
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    mask = mask.to(logprobs.dtype)
+    wide = torch.promote_types(logprobs.dtype, torch.float32)  # In bf16, a ratio of 1.0003 would be 1.
+    logprobs, old_logprobs, mask = logprobs.to(wide), old_logprobs.detach().to(wide), mask.to(wide)
     logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may contain anything, even NaN.
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()

@@ -242,6 +242,36 @@ def test_policy_loss_is_the_same_for_any_split_and_mutates_nothing():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_a_loss_of_16_bits_is_computed_in_32(dtype, loss):
+    """Otherwise 1 - 3e-4 would be 1, so gspo would not clip, and 1,001 tokens would be 1,000."""
+    generator = torch.Generator().manual_seed(0)
+    old = (-2 * torch.rand(3, 1001, generator=generator)).to(dtype)
+    rollout, logprobs = ((old + 0.02 * torch.randn(3, 1001, generator=generator)).to(dtype) for _ in range(2))
+    rest = dict(advantages=torch.tensor([1.0, -1.0, 0.5]), mask=torch.ones(3, 1001), num_tokens=3003)
+
+    def loss_and_sums(*tensors):
+        leaf = tensors[0].requires_grad_()
+        settings = dict(loss=loss, rollout_logprobs=tensors[2], tis_cap=1.01)
+        found, sums = compute_policy_loss(leaf, tensors[1], **rest, **settings)
+        found.backward()
+        return found.item(), {name: value.item() for name, value in sums.items()}, leaf.grad.to(dtype)
+
+    *narrow, narrow_gradient = loss_and_sums(logprobs, old, rollout)
+    *wide, wide_gradient = loss_and_sums(logprobs.detach().float(), old.float(), rollout.float())
+    assert narrow == wide and torch.equal(narrow_gradient, wide_gradient)
+    assert narrow[1]["loss_tokens"] == 3003
+
+
+def test_old_log_probabilities_may_be_the_current_ones_with_their_gradient():
+    """A loop of one's own that takes one step per rollout may pass the same tensor twice."""
+    logprobs, advantages, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2), torch.ones(2, 3)
+    loss, _ = compute_policy_loss(logprobs, logprobs, advantages, mask, 6)
+    loss.backward()
+    assert logprobs.grad.sum().item() == pytest.approx(-1)
+
+
 def test_kl_to_the_reference_by_hand():
     logprobs, reference = torch.tensor([[-1.0, -2.0, NAN]]), torch.tensor([[-1.5, -1.0, 3.0]])
     mask = torch.tensor([[True, True, False]])
