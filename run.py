@@ -764,12 +764,12 @@ def template_options(config, tokenizer, now: datetime | None) -> dict:
 def load_rows(path: str, tokenizer, config, now: datetime | None = None) -> list[dict]:
     """Read the rows of a file and add `prompt_ids` and `where`. A ValueError names the file and the row."""
     options = template_options(config, tokenizer, now)
-    rows = read_rows(Path(path), ["data_source", "prompt", "reward_model", "extra_info"])
+    rows = read_rows(Path(path), ["data_source", "prompt", "reward_model"])
     kept = []
     for number, row in enumerate(rows):
         where = f"{path}, row {number}"
         with errors_at(where):
-            row = checked_row(row, is_table=Path(path).suffix.lower() == ".parquet")
+            row = checked_row({"extra_info": {}} | row, is_table=Path(path).suffix.lower() == ".parquet")
             ids = prompt_ids_of(row, tokenizer, options)
         if len(ids) <= config.max_prompt_length:
             kept.append(row | {"prompt_ids": ids, "where": where})

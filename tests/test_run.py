@@ -260,6 +260,14 @@ def test_a_role_that_the_template_renders_as_nothing_is_refused(tmp_path, tokeni
         rows_of(tmp_path, tokenizer, BY_ROLE, prompt=[{"role": "human", "content": QUESTION}])
 
 
+def test_a_row_without_extra_info_has_none_as_in_verl(tmp_path, tokenizer):
+    row = {"data_source": "x", "prompt": [ASKED], "reward_model": {"ground_truth": "5"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    config = SimpleNamespace(chat_template_kwargs="{}", max_prompt_length=512)
+    [read] = load_rows(str(tmp_path / "rows.jsonl"), tokenizer, config)
+    assert read["extra_info"] == {}
+
+
 @pytest.mark.parametrize(
     "columns, message",
     [
