@@ -637,8 +637,10 @@ async def chat(
         filter or an error, or because vLLM was put to sleep), "http_error" or "timeout". For the last two
         statuses, the text describes the error. The number of tokens is None if the answer was shared.
     """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     body = {
-        "messages": _messages(prompt),
+        "messages": prompt,
         "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -646,7 +648,7 @@ async def chat(
         "chat_template_kwargs": chat_kwargs,
     }
     body = {key: value for key, value in body.items() if value is not None}
-    body = json.loads(json.dumps(body, default=_plain))
+    body = json.loads(_as_utf8(json.dumps(body, ensure_ascii=False, default=_plain)))
     shared = _SharedAnswer()
     if temperature == 0:
         shared = _shared_answer(asyncio.get_running_loop(), f"{address} {body}")
@@ -692,13 +694,6 @@ class _SharedAnswer(asyncio.Lock):
 @functools.lru_cache(SHARED_ANSWERS)
 def _shared_answer(loop, request):
     return _SharedAnswer()
-
-
-def _messages(prompt: str | list[dict]) -> list[dict]:
-    """Return the prompt as messages that are valid UTF-8."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    return [message | {"content": _as_utf8(message["content"])} for message in prompt]
 
 
 def _plain(value):
