@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (longest.get(item.path.name, len(longest)), item.path not in files))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def in_the_repository():
+    """Tests name files relative to the repository, wherever pytest was started."""
+    os.chdir(forked.ROOT)
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """A run in this process sets the number of threads, and more than one would slow down all later tests."""

@@ -28,6 +28,7 @@ import multiprocessing
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -229,8 +230,8 @@ def on_path(folder: Path) -> str:
     """Write a `python` that forks, and return a PATH in which shell scripts find it."""
     folder.mkdir(exist_ok=True)
     if not (folder / "python").exists():
-        command = f'exec {PYTHON} -I -S {fork_client.__file__} {address()} "$@"'
-        (folder / "new").write_text(f"#!/bin/sh\n{command}\n")
+        words = shlex.join([PYTHON, "-I", "-S", fork_client.__file__, address()])
+        (folder / "new").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (folder / "new").chmod(0o755)
         (folder / "new").rename(folder / "python")
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -292,8 +292,7 @@ def test_the_defaults_that_the_page_gives_are_those_of_today():
     assert found >= 15
 
 
-def test_the_trainer_accepts_the_replacement_for_gdpo(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_trainer_accepts_the_replacement_for_gdpo(tmp_path):
     page = (ROOT / "docs/from_verl.md").read_text()
     (flags,) = re.findall(r"manager `gdpo` \| `(.*?)` \|", page)
     body = "def f(data_source, solution_str, ground_truth, extra_info):\n"

@@ -375,7 +375,7 @@ def commands_with_a_gpu(tmp_path):
         (tmp_path / folder).mkdir()
     (tmp_path / "served/health").touch()
     log = tmp_path / "log"
-    python = PLAYED_GPU.format(log=log, served=tmp_path / "served", python=sys.executable)
+    python = PLAYED_GPU.format(log=log, served=tmp_path / "served", python=shlex.quote(sys.executable))
     for name, text in (("python", python), ("nvidia-smi", "#!/bin/sh\necho 'GPU 0: played'\n")):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -762,7 +762,9 @@ def test_the_evidence_makes_each_run_of_its_tables_once(tmp_path):
     (tmp_path / "served/health").touch()
     log = tmp_path / "log"
     stand_in = tmp_path / "bin/python"
-    stand_in.write_text(STAND_IN.format(log=log, served=tmp_path / "served", python=sys.executable))
+    stand_in.write_text(
+        STAND_IN.format(log=log, served=tmp_path / "served", python=shlex.quote(sys.executable))
+    )
     stand_in.chmod(0o755)
     for name in ("toy", "tools", "cluster", "docs", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / "copy" / name)

@@ -332,7 +332,7 @@ def test_run_sh_unpacks_the_kit_and_limits_the_time_of_each_stage(tmp_path):
     (tmp_path / "package.py").touch()
     with tarfile.open(kit / "kit1.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "package.py", "package.py")
-    python = f"""[ "$1" != -c ] || exec {sys.executable} "$@"
+    python = f"""[ "$1" != -c ] || exec {shlex.quote(sys.executable)} "$@"
         echo "{{\\"command\\": \\"$*\\", \\"path\\": \\"$PYTHONPATH\\"}}"; echo why >&2; exit 3"""
     timeout = f"""echo "$1 $2 $3" >>{tmp_path}/limits; shift 3; exec "$@" """
     for name, text in (("python3", python), ("timeout", timeout)):
