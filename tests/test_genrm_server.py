@@ -666,7 +666,8 @@ def test_the_first_error_is_shown_although_the_last_one_is_far_below(stand_in):
     log += [f'  File "utils.py", line {number}, in launch' for number in range(60)]
     log.append("RuntimeError: Engine core initialization failed. See root cause above.")
     stand_in.joinpath("said.txt").write_text("\n".join(log))
-    command = [sys.executable, "-c", "import sys; print(open(sys.argv[1]).read())", f"{stand_in}/said.txt"]
+    code = "import sys; from pathlib import Path; print(Path(sys.argv[1]).read_text())"
+    command = [sys.executable, "-c", code, f"{stand_in}/said.txt"]
     child = genrm_server.Process(stand_in / "log", command, dict(os.environ))
     child.start()
     child.child.wait()

@@ -121,7 +121,8 @@ def serving(*command):
 
 
 def get(url):
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through HTTP_PROXY
+    with direct.open(url, timeout=30) as answer:
         return answer.read().decode()
 
 
@@ -378,9 +379,10 @@ config = SimpleNamespace(
     max_model_len=64, vllm_args=())
 server = VllmServer(config, 0, 0, 1)
 url, end = server.start(), time.monotonic() + 200
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through HTTP_PROXY
 while server.alive() and time.monotonic() < end:
     try:
-        print(urllib.request.urlopen(url + "/health").status)
+        print(direct.open(url + "/health").status)
         break
     except OSError:
         time.sleep(0.1)

@@ -606,7 +606,8 @@ def run_recipe(tmp_path):
         folder = tmp_path / "copy"
         if job:
             folder = tmp_path / "ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1"
-        shutil.copytree(ROOT / "recipes", folder / "recipes", dirs_exist_ok=True)
+        if not (folder / "recipes").exists():
+            shutil.copytree(ROOT / "recipes", folder / "recipes")
         path = f"{tmp_path}/bin:{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "DATA": "", "OUT": "", "JUDGE": ""} | variables
         command = ["bash", f"recipes/{name}.sh", *arguments]
