@@ -67,9 +67,19 @@ def in_the_repository():
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """A run in this process sets the number of threads, and more than one would slow down all later tests."""
+def process_as_before():
+    """Undo what a run in this process changes: hook, signal handlers, sys.path and the number of threads.
+
+    The hook is pytest's, which reports exceptions in destructors. More than one thread would slow down all
+    later tests.
+    """
+    hook, path = sys.unraisablehook, sys.path.copy()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
     yield
+    sys.unraisablehook, sys.path[:] = hook, path
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
     torch = sys.modules.get("torch")
     if torch:
         torch.set_num_threads(1)
