@@ -59,7 +59,7 @@ def test_update_is_the_plain_gradient_of_the_loss(model):
 def test_a_loss_gets_its_settings_as_given(model, tmp_path, name, value):
     """With these settings, the user's loss equals the default loss, whose ratios are not clipped here."""
     code = f"return -advantages * log_ratio.exp() * ({name} or 1)"
-    file = tmp_path / "own.py"
+    file = tmp_path / f"own_{name}.py"  # With pytest 8, these folders have the same name.
     file.write_text(f"def mine(logprobs, log_ratio, advantages, mask, {name}=0.5):\n    {code}\n")
     samples = a_step(model)
     got, _ = updated(model, samples, loss=f"{file}:mine", loss_kwargs=f'{{"{name}": {value}}}')

@@ -451,6 +451,7 @@ def test_a_run_that_is_killed_while_it_deletes_a_checkpoint_leaves_no_part_of_it
     """Nothing would delete that part, or it would count as a checkpoint."""
     config = SimpleNamespace(out_dir=str(tmp_path), keep_checkpoints=1, resume="auto")
     run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": 1}, config)
+    policy = policy_of(model)  # It deletes a temporary folder.
 
     def killed(folder, **options):
         if "step_1" in str(folder):
@@ -459,7 +460,7 @@ def test_a_run_that_is_killed_while_it_deletes_a_checkpoint_leaves_no_part_of_it
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", killed)
-        run_folder.save_checkpoint(policy_of(model), tokenizer, {"step": 2}, config)
+        run_folder.save_checkpoint(policy, tokenizer, {"step": 2}, config)
     run_folder.lock_folder(config).close()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 

@@ -136,7 +136,15 @@ class Browser:
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=quiet)
         self.unread, self.last_id, self.events = b"", 0, []
-        atexit.register(self.process.kill)
+        atexit.register(self.close)
+
+    def close(self):
+        """End the browser. It leaves megabytes in the user's folders if it is killed."""
+        try:
+            self.call("Browser.close")
+            self.process.wait(20)
+        finally:
+            self.process.kill()
 
     def receive(self):
         """Return the next answer or event."""
