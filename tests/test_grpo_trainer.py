@@ -13,6 +13,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -1112,6 +1113,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
         resume="auto",
     )
     grpo_trainer.train(run_config(workshop, "unkilled", **options))
+    times = [line["time/step"] for line in lines_of(workshop / "unkilled/metrics.jsonl")[1:]]
     config, rng = run_config(workshop, "killed", **options), random.Random()
     reached = 0
     for _ in range(3):
@@ -1120,7 +1122,7 @@ def test_killed_at_random_moments_and_resumed_is_exactly_the_uninterrupted_run(w
         # The checkpoint of step 1 may take a moment.
         while not run_folder.checkpoints_in(workshop / "killed/checkpoints"):
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 1.0))
+        time.sleep(rng.uniform(0, 2 * statistics.median(times)))
         assert process.poll() is None, "the run is over too soon for this test"
         process.kill()
         process.wait()

@@ -155,7 +155,7 @@ def test_all_verdicts_on_an_answer_share_one_time_limit(serve, name):
 
     async def handler(request):
         if request.path == "/v1/chat/completions":
-            await asyncio.sleep(1.5 if calls(server) == 1 else 2.2)
+            await asyncio.sleep(1.2 if calls(server) == 1 else 2.2)
         return await critic(request)
 
     server = serve(handler)
@@ -164,7 +164,7 @@ def test_all_verdicts_on_an_answer_share_one_time_limit(serve, name):
     (result,) = ask(
         getattr(judges, name), [RIGHT], server.address, server.address, genrm_timeout_s=2, **settings
     )
-    assert time.monotonic() - start < 3.2 and calls(server) == (3 if name == "votes" else 2)
+    assert time.monotonic() - start < 3.1 and calls(server) == (3 if name == "votes" else 2)
     if name == "audited":
         assert result["score"] == 1.0 and not result["audited"] and result["audit_status"] == "timeout"
     else:

@@ -611,9 +611,10 @@ def test_what_cannot_overlap_is_refused(settings, tmp_path, changes, message):
 
 
 def test_old_samples_are_corrected_for_by_default(settings, tmp_path):
-    assert trainer_of(settings, tmp_path, tis_cap=None).config.resolved(0).tis_cap == 2.0
-    assert trainer_of(settings, tmp_path, tis_cap=1.5).config.resolved(0).tis_cap == 1.5
-    assert trainer_of(settings, tmp_path, tis_cap=None, overlap=False).config.resolved(0).tis_cap is None
+    assert trainer_of(settings, tmp_path / "a", tis_cap=None).config.resolved(0).tis_cap == 2.0
+    assert trainer_of(settings, tmp_path / "b", tis_cap=1.5).config.resolved(0).tis_cap == 1.5
+    in_turn = trainer_of(settings, tmp_path / "c", tis_cap=None, overlap=False)
+    assert in_turn.config.resolved(0).tis_cap is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
