@@ -36,7 +36,9 @@ from toy.report import COLUMNS
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "benchmarks/README.md", ROOT / "toy/models/README.md", ROOT / "docs/changes/README.md"]
 PAGES += [ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "/" + page.stem)
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT).with_suffix(""))
+)
 OTHERS_FLAGS = {"--help", "--head", "--address", "--port", "--runtime-env", "--working-dir"}  # of Ray
 OTHERS_FLAGS |= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}  # of vLLM
 OTHERS_FLAGS |= {"--kv-offloading-size", "--kv-offloading-backend", "--kv-transfer-config"}
