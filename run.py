@@ -92,7 +92,7 @@ class Run:
             self.first_step = self.step + 1  # of this process
             self.scored_by = state.get("scored_by")
             self.functions = state.get("functions")
-            self.check_results()
+            self.check_earlier_results()
             self.read_model()
             self.read_data()
             self.compare_prompts(state)
@@ -152,7 +152,7 @@ class Run:
                 "the run writes it again"
             ) from error
 
-    def check_results(self):
+    def check_earlier_results(self):
         """Raise ValueError if a run without a checkpoint would delete the results of an earlier run."""
         config = self.config
         lines, _ = read_lines(Path(config.out_dir, "metrics.jsonl"))
