@@ -249,8 +249,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 "of old weights would be used after an update; pass --kv-offloading-size GB alone, which "
                 "keeps them in the CPU's memory"
             )
-        if self.rollout == "hf" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
-            self.resolved(0)  # This checks that the policy is in the trainer's process.
+        if self.rollout != "auto" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
+            self.resolved(0)  # This checks what the kind of rollout requires.
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(

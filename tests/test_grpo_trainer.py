@@ -1411,6 +1411,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(rollout_gpu_share=0.5, rollout_tensor_parallel=2), "--rollout-gpu-share 0.5: a server with"),
         (dict(model="nowhere"), "--model nowhere: must be a folder with config.json"),
         (dict(rollout="hf", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
+        (dict(rollout="vllm", val_temperature=3.0), "--temperature, --val-temperature 3: vLLM accepts"),
         (dict(rollout="hf", policy_ranks=2), "--rollout hf: needs the policy in the trainer's process"),
         (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
         (dict(device="cpu", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
