@@ -50,6 +50,7 @@ from run_folder import (
     check_room,
     checkpoints_in,
     end_tokens,
+    HAS_SAVED,
     has_evaluation,
     lock_folder,
     note_start,
@@ -64,7 +65,10 @@ class Run:
     """One run of the trainer, from its input to its checkpoints.
 
         with Run(config) as run:            # starts models and servers; saves the policy after a failure
-            for step in run.remaining_steps(evaluate):
+            for step in run.remaining_steps():
+                if run.evaluation_is_due():
+                    ...                     # must log the evaluation's metrics
+                    continue
                 with run.protected_step():  # if a rank dies, the run continues from the newest checkpoint
                     ...
         run.result                          # the folder of the last checkpoint
@@ -155,21 +159,18 @@ class Run:
     def check_earlier_results(self):
         """Raise ValueError if a run without a checkpoint would delete the results of an earlier run."""
         config = self.config
-        lines, _ = read_lines(Path(config.out_dir, "metrics.jsonl"))
-        before = self.settings_before() if lines and not self.step else {}
-        total = before.get("total_steps")
-        if total == 0 and any(map(has_evaluation, lines)):
-            raise ValueError(
-                f"--out-dir {config.out_dir}: already contains an evaluation; pass another directory"
-            )
-        if not total or config.resume == "auto":
+        folder = Path(config.out_dir)
+        lines, _ = read_lines(folder / "metrics.jsonl")
+        if self.step or not lines:
             return
-        # A run that was killed before its first checkpoint may be started again.
-        if lines[-1]["step"] >= min(total, before.get("save_every") or total):
-            raise ValueError(
-                f"--out-dir {config.out_dir}: already contains a run, whose checkpoints are gone; pass "
-                "another directory, or --resume auto to start again and replace its metrics and samples"
-            )
+        if (folder / HAS_SAVED).exists():
+            if config.resume == "never" or not config.total_steps:
+                raise ValueError(
+                    f"--out-dir {folder}: already contains a run, whose checkpoints are gone; pass another "
+                    "directory, or train with --resume auto to replace its metrics and samples"
+                )
+        elif any(map(has_evaluation, lines)) and self.settings_before().get("total_steps") == 0:
+            raise ValueError(f"--out-dir {folder}: already contains an evaluation; pass another directory")
 
     def compare_model(self, state: dict):
         """Print a warning if the run is resumed with another --model than the one it started with."""
@@ -617,7 +618,7 @@ class Run:
 
     def start_servers(self, stack):
         config = self.config.policy_server_config()
-        # A run that resumes must not repeat the random numbers of the steps before.
+        # A run that resumes from a later step must not repeat the random numbers of the steps before.
         seed = random.Random(f"{self.config.seed}/{self.step}").getrandbits(31)
         config = replace(config, seed=seed, max_model_len=self.max_sequence_length)
         if isinstance(self.policy, Policy):
@@ -686,12 +687,13 @@ class Run:
         """Save a checkpoint if the newest one is older, so that nothing learned is lost."""
         # In the middle of an update, the weights belong to no step and must not be saved.
         if self.step > self.saved_step and self.policy.num_updates == self.num_updates:
-            # The error that stopped the run says more than the loss of a rank, or a full disk.
-            with contextlib.suppress(RanksLost, KeyboardInterrupt, OSError), self.interrupts.held("saving"):
+            # The error that stopped the run says more than the loss of a rank.
+            with contextlib.suppress(RanksLost, KeyboardInterrupt), self.interrupts.held("saving"):
                 self.interrupts.say(f"saving step {self.step}")
                 self.save()
                 if self.unlogged_metrics:  # The weight sync or the log failed.
-                    self.log_step(self.unlogged_metrics)
+                    with contextlib.suppress(OSError):
+                        self.log.keep(self.unlogged_metrics)
         self.interrupts.say(f"the run stopped; --resume auto resumes after step {self.saved_step}")
 
     @contextlib.contextmanager

@@ -59,6 +59,8 @@ PANELS = {
 IN_TABLE = ("step", "data_source", "prompt", "ground_truth", "response", "reward_score", "reward_extra_info")
 # Means of answers and indices are meaningless, and genrm_shared has its own metric.
 WITHOUT_MEAN = ("pred", "gt", "first_wrong", "genrm_shared")
+# This file in a run's folder says that the run has written a checkpoint, which may have been deleted since.
+HAS_SAVED = ".has_saved"
 # Locales such as C have another encoding. A model may write half a surrogate pair, which UTF-8 cannot encode.
 # JSON can, for example as \ud83d.
 AS_JSON = {"encoding": "utf-8", "errors": "backslashreplace"}
@@ -157,6 +159,7 @@ def save_checkpoint(policy, tokenizer, state: dict, config) -> Path:
         if not (target / "trainer_state.json").exists():  # An incomplete checkpoint would block the rename.
             shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
+        (folder.parent / HAS_SAVED).touch()
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -241,6 +244,17 @@ def has_evaluation(line: dict) -> bool:
     return any(key.startswith("val/") for key in line)
 
 
+def as_line(metrics: dict) -> dict:
+    """Round these metrics to six digits, and leave out those that are None."""
+    line = {}
+    for key, value in metrics.items():
+        if isinstance(value, float):
+            value = float(f"{value:.6g}")
+        if value is not None:
+            line[key] = value
+    return line
+
+
 class Log:
     """Writes metrics.jsonl (one line per step), samples.jsonl and curves.png; logs to TensorBoard and W&B.
 
@@ -285,12 +299,7 @@ class Log:
 
         If the step already has a line, as when its evaluation ends, the metrics are added to that line.
         """
-        line = {}
-        for key, value in values.items():
-            if isinstance(value, float):
-                value = float(f"{value:.6g}")
-            if value is not None:
-                line[key] = value
+        line = as_line(values)
         step = line["step"]
         if self.history and self.history[-1]["step"] == step:
             self.history[-1] |= line
@@ -310,6 +319,14 @@ class Log:
         if not isinstance(terms, dict):  # An advantage may have another setting of this name.
             terms = ()
         print_line(line, self.config.total_steps, terms, self.seconds_left(step))
+
+    def keep(self, values: dict) -> None:
+        """Write the metrics of a step to metrics.jsonl alone, as far as a failure has left them out."""
+        line = as_line(values)
+        if self.history[-1]["step"] == line["step"]:
+            line |= self.history.pop()
+        self.history.append(line)
+        write_lines(self.folder / "metrics.jsonl", self.history)
 
     def warn_of_mismatch(self) -> None:
         """Print a warning if sampler and trainer differ much more than before, as after a lost weight sync.

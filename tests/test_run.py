@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 import signal
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -539,29 +540,34 @@ def test_an_optimizer_that_cannot_be_written_is_named_in_one_line(tmp_path, mode
 
 
 @pytest.mark.parametrize(
-    "step, before, resume, is_refused",
+    "has_saved, before, resume, total_steps, is_refused",
     [
-        (3, dict(total_steps=3, save_every=20), "never", True),
-        (20, dict(total_steps=60, save_every=20), "never", True),
-        (20, dict(total_steps=60, save_every=20), "auto", False),
-        (19, dict(total_steps=60, save_every=20), "never", False),
-        (20, dict(total_steps=60, save_every=0), "never", False),
+        (True, 60, "never", 60, True),
+        (True, 60, "auto", 60, False),
+        (True, 60, "auto", 0, True),  # There is no checkpoint to evaluate.
+        (True, 0, "never", 60, True),  # Its checkpoint was evaluated last.
+        (True, 0, "auto", 60, False),
+        (False, 60, "never", 60, False),
     ],
 )
 def test_results_of_a_run_whose_checkpoints_are_gone_are_kept(
-    tmp_path, model, tokenizer, step, before, resume, is_refused
+    tmp_path, model, tokenizer, has_saved, before, resume, total_steps, is_refused
 ):
     """A run that was killed before its first checkpoint may be started again."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps(before))
-    lines = [json.dumps({"step": step, "reward/mean": 0.5}) for step in range(step + 1)]
-    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
+    run = tmp_path / "run"
+    if has_saved:
+        shutil.rmtree(write_checkpoint(tmp_path, model, tokenizer).parent)
+    run.mkdir(exist_ok=True)
+    (run / "config.json").write_text(json.dumps(dict(total_steps=before)))
+    lines = [json.dumps({"step": step, "val/toy/mean@1": 0.5, "reward/mean": 0.5}) for step in range(4)]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
     expected = contextlib.nullcontext()
     if is_refused:
         message = "^--out-dir .*run: already contains a run, whose checkpoints are gone; pass .*--resume auto"
         expected = pytest.raises(ValueError, match=message)
+    settings = dict(resume=resume, total_steps=total_steps, val_file=(str(tmp_path / "train.parquet"),))
     with expected:
-        prepared(tmp_path, model, tokenizer, resume=resume)
+        prepared(tmp_path, model, tokenizer, **settings)
 
 
 def test_ctrl_c_while_the_optimizer_is_read_or_written_blames_no_checkpoint(tmp_path, model, tokenizer):
@@ -851,6 +857,20 @@ def test_a_file_that_transformers_rejects_is_named_in_one_line(
     assert before in text, text
     file.write_text(text.replace(before, after))
     message = rf"^--model {tmp_path}/model: config.json or a file .* cannot be read \(.*\); .*$"
+    with pytest.raises(ValueError, match=message):
+        grpo_trainer.Run(run.config)
+
+
+def test_a_model_with_code_of_its_own_asks_for_the_flag(tmp_path, model, tokenizer):
+    run = prepared(tmp_path, model, tokenizer)
+    run.lock.close()
+    file = tmp_path / "model/config.json"
+    changes = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    message = rf"^--model {tmp_path}/model: contains Python code of its own; .*--trust-remote-code to run it$"
     with pytest.raises(ValueError, match=message):
         grpo_trainer.Run(run.config)
 

@@ -89,6 +89,21 @@ def test_the_accuracy_of_a_source_with_slashes_is_drawn_and_no_other_mean(tmp_pa
     assert [line.get_label() for line in figures[0].axes[1].lines] == ["val/openai/gsm8k/mean@1"]
 
 
+def test_metrics_that_a_failure_left_out_are_kept_once(tmp_path):
+    """What the log already has stays, and nothing is printed or sent twice."""
+    log = run_folder.Log(config_of(out_dir=str(tmp_path)), step=0)
+    log.metrics({"step": 0})
+    log.keep({"step": 1, "reward/mean": 0.12345678, "perf/tokens": None})
+    log.metrics({"step": 2, "reward/mean": 0.5, "time/step": 3.0})
+    log.keep({"step": 2, "reward/mean": 0.5, "actor/lr": 1e-6})
+    expected = [
+        {"step": 0},
+        {"step": 1, "reward/mean": 0.123457},
+        {"step": 2, "reward/mean": 0.5, "time/step": 3.0, "actor/lr": 1e-6},
+    ]
+    assert run_folder.read_lines(tmp_path / "metrics.jsonl")[0] == expected == log.history
+
+
 @pytest.mark.parametrize(
     "differences, warned",
     [
