@@ -33,6 +33,7 @@ import signal
 import threading
 import unicodedata
 import warnings
+from collections.abc import Mapping, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Literal
@@ -665,16 +666,11 @@ async def chat(
                     return status, text, tokens
                 except Exception as error:  # This includes bad addresses and unreadable replies.
                     failure = f"{type(error).__name__}: {error}"
-                    status = getattr(error, "status", 0)
                     # Identical requests share this failure, because they would crash more servers.
-                    if status == KILLS_SERVERS:
+                    if getattr(error, "status", 0) == KILLS_SERVERS:
                         shared.answer = "http_error", failure
                     if not _is_retryable(error):
                         return "http_error", failure, 0
-                    # verl's router answers 500 if the server rejects max_tokens as too many for its context.
-                    context = _served.get((address, model), {}).get("max_model_len") or math.inf
-                    if status == 500 and len(str(body)) + body.get("max_tokens", 0) > context:
-                        body.pop("max_tokens", None)
                 await asyncio.sleep(random.uniform(pause / 2, pause))
                 pause = min(8.0, 2 * pause)
             return *shared.answer, None
@@ -697,8 +693,14 @@ def _shared_answer(loop, request):
 
 
 def _plain(value):
-    """Return a mapping or list of OmegaConf as JSON needs it. verl passes nested settings as such objects."""
-    return dict(value) if hasattr(value, "keys") else list(value)
+    """Return what JSON needs for NumPy's values and for OmegaConf's mappings and lists, as from verl."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, MutableSequence):
+        return list(value)
+    raise TypeError(f"{value!r:.60} cannot be sent to the judge as JSON")
 
 
 def _as_utf8(text):
@@ -757,7 +759,11 @@ async def _check_name(address, model):
 
 # Finish reasons of incomplete answers, of vLLM and several APIs, in lower case. Any other reason means a
 # complete answer.
-CUT_OFF = ("length", "max_tokens", "model_length", "content_filter", "safety", "repetition")
+CUT_OFF = (
+    *("length", "max_tokens", "model_length", "model_context_window_exceeded", "repetition"),
+    *("content_filter", "content_filtered", "guardrail_intervened", "refusal"),
+    *("safety", "recitation", "blocklist", "prohibited_content"),
+)
 ABORTED = ("abort", "error", "insufficient_system_resource")  # Another attempt may be complete.
 
 
@@ -945,7 +951,8 @@ def single_answer(ground_truth, data_source="") -> str:
     found = ground_truth
     if hasattr(found, "tolist"):  # NumPy's arrays and numbers
         found = found.tolist()
-        if isinstance(found, float) and ground_truth.dtype in ("float16", "float32"):
+        has_digits = isinstance(found, float) and not found.is_integer()
+        if has_digits and ground_truth.dtype in ("float16", "float32"):
             found = float(str(ground_truth))  # 0.1, and not 0.10000000149011612
     if isinstance(found, (list, tuple)) and len(found) == 1 and isinstance(found[0], str):
         found = found[0]

@@ -699,6 +699,8 @@ def test_what_is_no_answer_is_refused_as_a_ground_truth(truth):
         (numpy.array(["4"]), "4"),
         (numpy.int64(4), "4"),
         (numpy.float32(0.1), "0.1"),
+        (numpy.float32(2**30), "1073741824.0"),
+        (numpy.float16(65504), "65504.0"),
         (numpy.float64(1 / 3), "0.3333333333333333"),
         (0.00005, "0.00005"),
         (-1e16, "-10000000000000000"),
@@ -1388,8 +1390,12 @@ def test_nested_settings_of_verl_reach_the_judge_and_what_is_not_json_raises():
     result = score_with(judge, genrm_chat_kwargs=nested, on_no_verdict="rule")
     assert result["genrm_status"] == "ok"
     assert [request["chat_template_kwargs"] for request in judge.requests] == [template]
-    with pytest.raises(TypeError):
-        score_with(judge, genrm_chat_kwargs={"enable_thinking": object()}, on_no_verdict="rule")
+    for kept in (object(), b"text", {1, 2}):
+        with pytest.raises(TypeError, match="cannot be sent to the judge as JSON"):
+            score_with(judge, genrm_chat_kwargs={"enable_thinking": kept}, on_no_verdict="rule")
+    numbers = dict(genrm_max_tokens=numpy.int64(512), genrm_temperature=numpy.float32(0.5))
+    assert score_with(judge, **numbers)["genrm_status"] == "ok"
+    assert (judge.requests[-1]["max_tokens"], judge.requests[-1]["temperature"]) == (512, 0.5)
 
 
 def test_a_judge_that_does_not_answer_is_named_before_the_reward_loop_gives_up():
@@ -1905,16 +1911,6 @@ def test_a_judge_with_a_small_context_answers_as_far_as_its_context_goes(max_tok
     assert (result["score"], result["genrm_status"]) == (0.0, "ok")
     assert [request.get("max_tokens") for request in judge.requests] == sent
     assert not any("max_completion_tokens" in request for request in judge.requests)
-
-
-@pytest.mark.parametrize(("context", "sent"), [(4096, [4000, None, None]), (1 << 20, [4000, 4000, 4000])])
-def test_a_router_that_answers_500_for_400_does_not_hide_the_limit_of_the_context(context, sent):
-    """verl's router does so. If the prompt surely fits, the limit is not the reason, and stays."""
-    judge = Judge(500, 500, "\\boxed{1}")
-    judge.card |= {"max_model_len": context}
-    result = score_with(judge, genrm_max_tokens=4000)
-    assert (result["score"], result["genrm_status"]) == (0.0, "ok")
-    assert [request.get("max_tokens") for request in judge.requests] == sent
 
 
 def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_too():
