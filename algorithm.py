@@ -405,12 +405,15 @@ def lengths_of(mask):
 
 
 def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
-    """Estimate the KL divergence from the reference: the token mean of exp(d) - d - 1 (GRPO, eq. 4).
+    """Estimate the KL divergence from the reference (GRPO, eq. 4): the sum of exp(d) - d - 1 by num_tokens.
 
-    d is the reference's log-probability minus the policy's. Shapes and `num_tokens` are as in
+    d is the reference's log-probability minus the policy's. The value is unbiased, but as in GRPO, the
+    gradient is not that of the divergence. Shapes, `num_tokens` and 16-bit inputs are as in
     compute_policy_loss.
     """
     mask = mask > 0
+    wide = torch.promote_types(logprobs.dtype, torch.float32)
+    logprobs, reference_logprobs = logprobs.to(wide), reference_logprobs.to(wide)
     difference = torch.where(mask, reference_logprobs - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
 

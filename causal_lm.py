@@ -147,6 +147,13 @@ def from_files(kind, source: str, trust_remote_code: bool):
         raise
     except Exception as error:  # Each check of transformers and tokenizers raises its own type.
         why = " ".join(str(error).split())
+        if isinstance(error, ImportError):
+            raise ValueError(f"--model {source}: {why}") from error
+        if "trust_remote_code" in why and not trust_remote_code:
+            raise ValueError(
+                f"--model {source}: contains Python code of its own; read it, and pass --trust-remote-code "
+                "to run it"
+            ) from error
         raise ValueError(
             f"--model {source}: config.json or a file of the tokenizer cannot be read ({why}); if it is "
             "truncated or was changed, copy it again; if it is newer than transformers, update transformers"

@@ -247,7 +247,7 @@ class Policy:
         counts every sample with a verdict.
 
         Returns:
-            Metrics. actor/entropy is estimated from the sampler's log-probabilities of all samples.
+            Metrics. actor/entropy is estimated from the sampler's log-probabilities of these samples.
             rollout/logprob_diff compares sampler and policy on the tokens whose log-probabilities are
             computed before the first optimizer step. Other rates are means over the tokens trained on.
 

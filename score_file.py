@@ -37,7 +37,8 @@ COLUMNS = {
 class Config(RewardOptions):
     """Score a file of responses with a reward function."""
 
-    data: Path  # Parquet or JSONL file with the columns data_source, reward_model, extra_info, response.
+    # Parquet or JSONL file with the columns data_source, reward_model, response and, as a rule, extra_info.
+    data: Path
     # Output file: .jsonl, or .parquet if --data is also a .parquet file. Additional columns: reward_score,
     # status and reward_extra_info (JSON).
     out: Path

@@ -1,6 +1,6 @@
 """Plain GRPO on one page: rollouts, rewards, advantages, clipped loss, update.
 
-    python docs/plain_grpo.py        # 15 seconds on a CPU: mean reward 0.04 -> 0.9 in 20 steps
+    python docs/plain_grpo.py        # 15 seconds on a CPU: mean reward 0.04 -> 1.00 in 20 steps
 
 The task is to write the digit 3 at least eight times. This script needs no Ray, server or judge.
 grpo_trainer.py adds real rewards, logs and checkpoints; policy.py makes the same update in micro-batches.

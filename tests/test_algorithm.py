@@ -264,6 +264,17 @@ def test_a_loss_of_16_bits_is_computed_in_32(dtype, loss):
     assert narrow[1]["loss_tokens"] == 3003
 
 
+def test_a_divergence_of_16_bits_is_computed_in_32():
+    """In bf16, exp(d) - d - 1 of a small d is noise, which may even be negative."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (-2 * torch.rand(3, 1001, generator=generator)).bfloat16()
+    reference = (logprobs + 0.02 * torch.randn(3, 1001, generator=generator)).bfloat16()
+    mask = torch.ones(3, 1001)
+    narrow = compute_kl_loss(logprobs, reference, mask, 3003)
+    wide = compute_kl_loss(logprobs.float(), reference.float(), mask, 3003)
+    assert narrow.dtype == torch.float32 and narrow == wide > 1e-4
+
+
 def test_old_log_probabilities_may_be_the_current_ones_with_their_gradient():
     """A loop of one's own that takes one step per rollout may pass the same tensor twice."""
     logprobs, advantages, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2), torch.ones(2, 3)

@@ -78,7 +78,7 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
 
     try:
         # Other programs may save only the adapters.
-        has_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
+        has_tokenizer = any(checkpoint.glob("tokenizer*.json"))
         tokenizer = load_tokenizer(str(checkpoint) if has_tokenizer else base, trust_remote_code)
         config = read_config(base, trust_remote_code)
         stored = config.dtype or config.get_text_config().dtype or torch.float32
