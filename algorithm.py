@@ -377,8 +377,7 @@ def compute_policy_loss(
     compute = LOSSES.get(loss, loss)
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    wide = torch.promote_types(logprobs.dtype, torch.float32)  # In bf16, a ratio of 1.0003 would be 1.
-    logprobs, old_logprobs, mask = logprobs.to(wide), old_logprobs.detach().to(wide), mask.to(wide)
+    logprobs, old_logprobs, mask = widened(logprobs, old_logprobs.detach(), mask)
     logprobs = torch.where(mask > 0, logprobs, 0.0)  # The padding may contain anything, even NaN.
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl_B_T = (log_ratio.exp() - 1 - log_ratio).detach()
@@ -399,6 +398,12 @@ def compute_policy_loss(
     return (loss_B_T * mask).sum() / num_tokens, sums
 
 
+def widened(*tensors):
+    """Return the tensors in the first one's dtype, or in float32 if that is wider: 1.0003 is 1 in bf16."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return [tensor.to(wide) for tensor in tensors]
+
+
 def lengths_of(mask):
     """Return the number of tokens of each sequence, at least 1, as B x 1."""
     return mask.sum(1, keepdim=True).clamp(min=1)
@@ -412,8 +417,7 @@ def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
     compute_policy_loss.
     """
     mask = mask > 0
-    wide = torch.promote_types(logprobs.dtype, torch.float32)
-    logprobs, reference_logprobs = logprobs.to(wide), reference_logprobs.to(wide)
+    logprobs, reference_logprobs = widened(logprobs, reference_logprobs)
     difference = torch.where(mask, reference_logprobs - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return ((difference.exp() - difference - 1) * mask).sum() / num_tokens
 

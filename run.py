@@ -47,10 +47,10 @@ from prepare_data import checked_row, errors_at, read_rows
 from rollout import PolicyServers, check_sampling
 from run_folder import (
     Log,
+    HAS_SAVED,
     check_room,
     checkpoints_in,
     end_tokens,
-    HAS_SAVED,
     has_evaluation,
     lock_folder,
     note_start,

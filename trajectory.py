@@ -87,7 +87,7 @@ class Trajectory:
         self.seed = sample.seed  # The group shares it, so that environments reset to the same state.
         self.info = {}  # Your own data, which the reward function gets in extra_info.
         self.stopped: str | None = None  # The stop text that ended the policy's last turn.
-        # An underscore means that rollout functions must not use the name. Wave does.
+        # Rollout functions must not use attributes with an underscore, which Wave reads and writes.
         self._sample = sample
         self._place = place
         self._wave = wave

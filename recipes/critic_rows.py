@@ -45,15 +45,16 @@ def row_of(line: dict, prices: dict[str, dict]) -> dict:
 
 def prices_of(run: Path) -> dict[str, dict]:
     """Return {problem: prices} from the run's training files, or {} outside the world with a tool."""
+    if not (run / "config.json").exists():
+        return {}
+    files = json.loads((run / "config.json").read_bytes())["train_file"]
+    if isinstance(files, str):
+        files = [files]
     prices = {}
-    if (run / "config.json").exists():
-        files = json.loads((run / "config.json").read_bytes())["train_file"]
-        if isinstance(files, str):
-            files = [files]
-        for file in files:
-            for row in read_rows(Path(file)):
-                if "prices" in (row.get("extra_info") or {}):
-                    prices[row["prompt"][-1]["content"]] = row["extra_info"]["prices"]
+    for file in files:
+        for row in read_rows(Path(file)):
+            if "prices" in (row.get("extra_info") or {}):
+                prices[row["prompt"][-1]["content"]] = row["extra_info"]["prices"]
     return prices
 
 
