@@ -1,26 +1,23 @@
 """Measure how fast router.py is, and print a Markdown table.
 
-    python benchmarks/bench_router.py            # needs nginx for the upstreams: apt-get install nginx-light
+    python benchmarks/bench_router.py            # needs two programs: apt-get install nginx-light wrk
     python benchmarks/bench_router.py --sglang-router /tmp/v/bin/python --vllm-router /tmp/v/bin/vllm-router
 
-Through each router, 64 connections send POSTs of 4 KiB, one after the other, to two nginx servers that
-respond immediately. The routers take turns for --rounds rounds, and the table shows medians: requests/s, p50
-and p99 latency, responses other than 200, and the router's CPU time per request, which varies least. For
-comparison, the table includes the same load without a router, a bare aiohttp proxy (the cost of the HTTP
-library alone), and the Rust routers of sglang and vllm if they are found.
+Through each router, wrk sends POSTs of 4 KiB on 64 connections to two nginx servers, which respond
+immediately. The routers take turns for --rounds rounds, and the table shows medians: requests/s, p50 and p99
+latency, failed requests, and the router's CPU time per request, which varies least. For comparison, the table
+includes the same load without a router, a bare aiohttp proxy (the cost of the HTTP library alone), and the
+Rust routers of sglang and vllm if they are found.
 
 Not covered: TLS, streams, real models, routers on several cores, and routing policies.
 """
 
-import asyncio
 import contextlib
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -36,8 +33,15 @@ from command_line import one_line_errors
 from toy.report import table
 
 CONNECTIONS = 64
-# A chat completion request of 4,096 bytes, which all routers parse.
-BODY = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 4035)
+# wrk sends a chat completion request of 4,096 bytes, which all routers parse.
+WRK = """wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+wrk.body = '{"model": "m", "messages": [{"role": "user", "content": "' .. string.rep("x", 4035) .. '"}]}'
+function done(summary, latency)
+  local failures = summary.errors
+  print(summary.requests, summary.duration, latency:percentile(50), latency:percentile(99),
+        failures.connect, failures.read, failures.write, failures.status, failures.timeout)
+end"""
 NGINX = """daemon off; worker_processes 1; pid {folder}/{port}.pid;
 error_log {folder}/{port}.log;
 events {{ worker_connections 4096; }}
@@ -50,81 +54,22 @@ location / {{ default_type application/json; return 200 '{{"ok": true}}'; }} }} 
 class Config:
     """Measure the speed of router.py."""
 
-    seconds: float = 8.0  # Duration of each measurement in seconds.
+    seconds: int = 8  # Duration of each measurement in seconds.
     rounds: int = 3  # Number of rounds. The table shows medians.
     sglang_router: str = ""  # Python that can import sglang_router. Empty: this Python, if it can.
     vllm_router: str = ""  # Path of the vllm-router program. Empty: search PATH for it.
 
 
-# ---- load ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Client(asyncio.Protocol):
-    """A connection that sends the same request again as soon as the response is complete.
-
-    The client is minimal, because the load should need little CPU: responses must have a Content-Length.
-    """
-
-    data: bytes
-    latencies: list[float]
-    bad: list[bytes]
-    buffer: bytes = b""
-    stopped: bool = False
-
-    def connection_made(self, transport):
-        self.transport = transport
-        self.ended = asyncio.get_running_loop().create_future()
-        self.send()
-
-    def send(self):
-        self.begun = time.perf_counter()
-        self.transport.write(self.data)
-
-    def data_received(self, data):
-        self.buffer += data
-        head, found, body = self.buffer.partition(b"\r\n\r\n")
-        if not found or len(body) < int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]):
-            return
-        self.latencies.append(time.perf_counter() - self.begun)
-        if head[9:12] != b"200":
-            self.bad.append(head[:30])
-        self.buffer = b""
-        if self.stopped:
-            self.transport.close()
-        else:
-            self.send()
-
-    def connection_lost(self, error):
-        if not self.stopped:
-            self.bad.append(b"connection lost")
-        self.ended.set_result(None)
-
-
-async def load(port: int, seconds: float) -> tuple[int, list[float]]:
+def load(port: int, seconds: int) -> tuple[int, list[float]]:
     """Return the number of requests, and the figures: requests/s, p50 and p99 in ms, and failures."""
-    data = (
-        b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
-    )
-    latencies, bad, clients = [], [], []
-    loop = asyncio.get_running_loop()
-    begun = time.perf_counter()
-    for _ in range(CONNECTIONS):
-        _, client = await loop.create_connection(partial(Client, data, latencies, bad), "127.0.0.1", port)
-        clients.append(client)
-    await asyncio.sleep(seconds)
-    for client in clients:
-        client.stopped = True
-    await asyncio.wait([client.ended for client in clients], timeout=10)
-    count = len(latencies)
-    rate = count / (time.perf_counter() - begun)
-    latencies.sort()
-    p50, p99 = (1000 * latencies[int(count * part)] for part in (0.5, 0.99))
-    return count, [rate, p50, p99, len(bad)]
-
-
-# ---- what is measured ----------------------------------------------------------------------------
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+        script.write(WRK)
+        script.flush()
+        command = ["wrk", "--threads=1", f"--connections={CONNECTIONS}", f"--duration={seconds}s"]
+        command += [f"--script={script.name}", f"http://127.0.0.1:{port}{CHAT}"]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    count, microseconds, p50, p99, *failures = map(int, shown.splitlines()[-1].split())
+    return count, [1e6 * count / microseconds, p50 / 1000, p99 / 1000, sum(failures)]
 
 
 async def bare_proxy(port: int, upstreams: list[str]) -> None:
@@ -164,20 +109,20 @@ def find_routers(config: Config, upstreams: list[str]) -> dict[str, list[str]]:
     return commands
 
 
-async def measure_router(command: list[str], seconds: float) -> list[float]:
+def measure_router(command: list[str], seconds: int) -> list[float]:
     """Return the figures of a router, with its CPU time per request in ms."""
     port = unused_port()
     with server(port, [*command, str(port)]) as run:
-        await load(port, 1.0)  # warm up
+        load(port, 1)  # warm up
         process = [psutil.Process(run.pid)]
         before = cpu_seconds(process)
-        count, figures = await load(port, seconds)
+        count, figures = load(port, seconds)
         return [*figures, 1000 * (cpu_seconds(process) - before) / count]
 
 
-async def compare_routers(config: Config) -> None:
-    if not shutil.which("nginx"):
-        raise OSError("nginx was not found; run apt-get install nginx-light")
+def compare_routers(config: Config) -> None:
+    if not (shutil.which("nginx") and shutil.which("wrk")):
+        raise OSError("nginx or wrk was not found; run apt-get install nginx-light wrk")
     print(machine())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         ports = [unused_port(), unused_port()]
@@ -188,11 +133,11 @@ async def compare_routers(config: Config) -> None:
         commands = find_routers(config, [f"http://127.0.0.1:{port}" for port in ports])
         rounds = {name: [] for name in ("no router (nginx itself)", *commands)}
         for _ in range(config.rounds):
-            _, figures = await load(ports[0], config.seconds)
+            _, figures = load(ports[0], config.seconds)
             rounds["no router (nginx itself)"].append([*figures, 0.0])
             for name, command in commands.items():
-                rounds[name].append(await measure_router(command, config.seconds))
-    print(f"{CONNECTIONS} connections, {len(BODY)} bytes, {config.rounds} rounds of {config.seconds:g} s\n")
+                rounds[name].append(measure_router(command, config.seconds))
+    print(f"{CONNECTIONS} connections, {config.rounds} rounds of {config.seconds} s\n")
     rows = []
     for name, measured in rounds.items():
         rate, p50, p99, failures, cpu = zip(*measured)
@@ -206,7 +151,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--bare-proxy"]:  # the script's own bare proxy
         return uvloop.run(bare_proxy(int(sys.argv[-1]), sys.argv[2:-1]))
     with one_line_errors():
-        uvloop.run(compare_routers(tyro.cli(Config)))
+        compare_routers(tyro.cli(Config))
 
 
 if __name__ == "__main__":
