@@ -3,17 +3,16 @@
     python -m tools.diagnose outputs/RUN    # a run that is in progress or has ended
 
 The trainer prints a finding when it first appears, and report.html (tools/view_run.py) lists all findings.
-RULES is the table of findings. A rule holds if all its conditions hold in the given number of consecutive
-steps. Conditions are about metrics (docs/glossary.md) and the numbers of `derived_numbers`; a condition on a
-missing number does not hold. To add a rule, add a row. docs/troubleshooting.md explains each finding.
+tools/findings.toml is the table of findings: to add one, add it there. docs/troubleshooting.md explains each.
 
 The bounds are chosen so that no run in docs/evidence/runs.jsonl and tests/data/good_runs.json that learns
 from rewards has a finding. (Distillation has no rewards, so it has `no-learning-signal`.) Not covered: faults
 that can be seen only by comparison with another run or with a new metric.
-Needs command_line.py and run_folder.py.
+Needs findings.toml, command_line.py and run_folder.py.
 """
 
 import sys
+import tomllib
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,220 +37,17 @@ SINCE_START = {
     "calls": "rollout/answered_turns",
 }
 
-# What the numbers of `derived_numbers` mean, for the evidence. docs/glossary.md explains metrics.
-MEANINGS = {
-    "without_answer": "fraction of the logged responses without a readable answer",
-    "calls/ever": "highest rollout/called so far",
-    "calls/first": "calls, relative to the first three steps",
-    "accuracy/first": "accuracy, relative to the first three steps",
-    "length/first": "length, relative to the first three steps",
-    "entropy/first": "entropy, relative to the first three steps",
-    "accuracy/lost": "fraction of the accuracy of the first steps that was lost",
-    "accuracy/lost_in_errors": "accuracy that was lost, in standard errors",
-    "small_term/groups": "fraction of the groups with a learning signal in which only a small term differs",
-    "small_term/weight": "absolute advantage in groups with only a small term, relative to the other groups",
-    "reward_wait": "seconds from the last rollout to the last reward",
-    "judged_right": "number of correct answers that the judge read, at most",
-    "audit_flawed/surely": "flawed fraction of the audited answers, minus three standard errors",
-    "audit_flawed/unseen": "flawed fraction, minus twice the fraction that the judge calls flawed",
-    "prompts/groups": "number of different prompts per group in ten steps",
-}
-
+FINDINGS = tomllib.loads((Path(__file__).parent / "findings.toml").read_text())
+MEANINGS = FINDINGS["meanings"]
+# (name, number of consecutive steps, conditions on each step, remedy)
+RULES = [
+    (name, rule["steps"], rule["conditions"], rule["remedy"]) for name, rule in FINDINGS["rules"].items()
+]
 # Findings about these numbers quote only samples for which the function returns true.
 QUOTED = {
     "audit_flawed/surely": lambda sample: sample["reward_extra_info"].get("audit_flawed"),
     "reward/no_verdict": lambda sample: sample["reward_score"] is None,
 }
-
-# (name, number of consecutive steps, conditions on each step, remedy). Causes come before consequences.
-RULES = [
-    # Text has an entropy of 0.1 to 1.5 nats per token; random weights have ln(vocabulary size).
-    (
-        "untrained-weights",
-        3,
-        ["actor/entropy > 3"],
-        "check that --model has trained weights and that they are complete",
-    ),
-    (
-        "empty-responses",
-        3,
-        ["response_length/mean < 4"],
-        "check that the chat template and the end token belong to this model",
-    ),
-    # The responses contain an answer and continue after it.
-    (
-        "missing-end-token",
-        3,
-        ["response_length/clipped > 0.9", "without_answer < 0.5"],
-        "check the chat template and the end tokens in generation_config.json",
-    ),
-    # If answers are long, it is normal for a tenth of the samples to be truncated.
-    (
-        "truncation",
-        3,
-        ["response_length/clipped > 0.3", "without_answer > 0.3"],
-        "raise --max-response-length; if the responses ramble, check the chat template",
-    ),
-    # Base models forget the box. They learn to use it if some samples have it or if the format is rewarded.
-    (
-        "no-answer",
-        3,
-        ["without_answer > 0.8", "reward/groups_with_spread < 0.2"],
-        "ask for \\boxed{} in the prompt, or use a reward function for the format of the responses",
-    ),
-    (
-        "constant-reward",
-        3,
-        ["reward/groups_with_spread < 0.001", "reward/acc < 0.99", "reward/acc > 0.01"],
-        "correct and wrong answers get the same score: test the reward function on lines of samples.jsonl",
-    ),
-    (
-        "zero-accuracy",
-        3,
-        ["reward/acc < 0.001", "without_answer < 0.8", "reward/groups_with_spread < 0.2"],
-        "if answers look correct, fix the reward function or the ground truth; else use easier problems",
-    ),
-    (
-        "rollout-failures",
-        3,
-        ["rollout/error_rate > 0.1"],
-        "fix the rollout function or its tool; see `error` in samples.jsonl and docs/rollouts.md",
-    ),
-    (
-        "no-tool-calls",
-        3,
-        ["rollout/called < 0.02", "calls/ever < 0.02"],
-        "explain in the prompt how to call a tool, and check that the policy writes the stop text",
-    ),
-    # Several turns together reach the length limit. If a single turn reaches it, the finding is `truncation`.
-    (
-        "trajectory-truncation",
-        3,
-        ["response_length/clipped > 0.5", "rollout/called > 0.5"],
-        "raise --max-response-length, or let tools return less",
-    ),
-    # Equally good answers differ in a cost, say. GRPO divides by the std, so the size of the cost is lost.
-    (
-        "small-term",
-        3,
-        ["small_term/groups > 0.3", "small_term/weight > 0.5"],
-        "GRPO gives this term the weight of a wrong answer: use --advantage recipes/advantages.py:floored",
-    ),
-    # If only the answer counts, made-up results are cheaper than tool calls.
-    (
-        "tool-call-collapse",
-        3,
-        ["calls/first < 0.3", "accuracy/first > 0.95"],
-        "calls cost more than they gain: lower their cost, or reward grounded steps as FAPO does",
-    ),
-    # The remaining samples may be those that are easy to judge.
-    (
-        "no-verdict",
-        3,
-        ["reward/no_verdict > 0.1"],
-        "check that the judge is running; see `error` in samples.jsonl. Lost verdicts weaken FAPO, because "
-        "only correct answers lose them",
-    ),
-    (
-        "judge-failures",
-        3,
-        ["genrm/error_rate > 0.1"],
-        "check that the judge is running; for unparsable or truncated critiques, see docs/judge.md",
-    ),
-    # The wait begins after the last rollout. With --reward-mode colocate, it includes all scoring.
-    (
-        "slow-judge",
-        3,
-        ["reward_wait > 60", "genrm/asked > 0"],
-        "start more servers for the judge, or lower genrm_max_tokens; colocate scores after all rollouts",
-    ),
-    # At least 160 correct answers were judged. The FAPO paper finds flaws in 20 to 40 % of correct answers.
-    (
-        "judge-accepts-all",
-        10,
-        ["reward/flawed_positive_rate < 0.001", "judged_right > 15"],
-        "read critiques (keep_critique) to check whether the judge misses flaws or there are none",
-    ),
-    (
-        "judge-rejects-all",
-        3,
-        ["reward/flawed_positive_rate > 0.97", "judged_right > 15"],
-        "read critiques (keep_critique) to check whether the judge numbers paragraphs as its prompt does",
-    ),
-    # The bound is twice the rate of the judge. The demo's judge misses 5 to 15 %, mostly in early steps.
-    (
-        "reward-hacking",
-        1,
-        ["audit_flawed/surely > 0.1", "audit_flawed/unseen > 0"],
-        "the policy exploits flaws that the judge overlooks: stop the run and use a better judge",
-    ),
-    # Values from 0.00001 to 0.01 are normal.
-    (
-        "learning-rate-too-high",
-        2,
-        ["actor/approx_kl > 0.03"],
-        "resume from an earlier checkpoint with a third of this --lr",
-    ),
-    # Rounding in float32 alone has a larger effect. The first update of a step cannot show a change.
-    (
-        "learning-rate-too-low",
-        5,
-        ["actor/approx_kl < 1e-8", "actor/updates > 1"],
-        "try ten times this --lr; LoRA needs a higher learning rate than full training",
-    ),
-    # On a GPU, rounding in bf16 causes differences of 0.005 to 0.02.
-    (
-        "policy-mismatch",
-        3,
-        ["rollout/logprob_diff > 0.05"],
-        "check that the servers have the current weights; --tis-cap 2 corrects small differences",
-    ),
-    (
-        "accuracy-collapse",
-        3,
-        ["accuracy/first < 0.5"],
-        "resume from an earlier checkpoint with a lower --lr, or check what the reward measures",
-    ),
-    # With one update per step, actor/approx_kl is 0 however high the learning rate is.
-    (
-        "accuracy-decline",
-        3,
-        ["accuracy/lost > 0.25", "accuracy/lost_in_errors > 3.5"],
-        "resume from an earlier checkpoint with a third of this --lr, or check what the reward measures",
-    ),
-    # Longer responses may be better, and learning may lower the entropy.
-    (
-        "length-growth",
-        3,
-        ["length/first > 2", "accuracy/first < 1"],
-        "check whether the reward favours long responses; set --overlong-buffer",
-    ),
-    (
-        "length-collapse",
-        3,
-        ["length/first < 0.5", "accuracy/first < 1"],
-        "check whether the reward favours short responses",
-    ),
-    (
-        "entropy-collapse",
-        3,
-        ["entropy/first < 0.2", "accuracy/first < 1"],
-        "lower --lr, or add --entropy-coef 0.001",
-    ),
-    (
-        "repeated-prompts",
-        3,
-        ["prompts/groups < 0.5"],
-        "use more rows in --train-file: the policy memorizes the current ones",
-    ),
-    (
-        "no-learning-signal",
-        3,
-        ["reward/groups_with_spread < 0.001"],
-        "use harder problems if all answers are correct, or easier ones if all are wrong; otherwise check "
-        "the reward function",
-    ),
-]
 
 
 @dataclass
@@ -531,4 +327,4 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
 
 
 if __name__ == "__main__":
-    cli(main, __doc__, markers=[tyro.conf.PositionalMetavarFromFieldName], end="RULES")
+    cli(main, __doc__, markers=[tyro.conf.PositionalMetavarFromFieldName], end="tools/findings.toml")
