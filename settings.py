@@ -112,9 +112,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # rollout, so that --genrm can sleep during rollouts (colocate).
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     # Stop the run if more than this fraction of the rollouts of a step or an evaluation failed, or of the
-    # samples that need a verdict got none: in the step, in the latest steps that together needed at least
-    # 20 verdicts, or in all but the oldest of these steps. The denominator of the second fraction is at least
-    # 20, or the number of all samples if there are fewer.
+    # samples that need a verdict got none, as docs/glossary.md#statuses explains.
     max_no_verdict_rate: float = 0.5
 
     # Where to sample rollouts: in the trainer's process (hf) or on vLLM servers (vllm); auto chooses hf on a

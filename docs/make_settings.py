@@ -22,7 +22,6 @@ import settings
 HEAD = """# Settings
 
 This page lists the settings of the scripts in the top-level folder, `tools/` and `toy/`, with their defaults.
-`tools/diagnose.py` has none: its only argument is the run's folder.
 `--help` prints the same texts. To turn on a setting whose default is "off", pass its flag. To turn off a
 setting whose default is "on", put "no-" before its name (`--no-val-before-train`). Separate multiple values
 with spaces. `docs/make_settings.py` writes this page.
