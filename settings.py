@@ -112,7 +112,8 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
     # rollout, so that --genrm can sleep during rollouts (colocate).
     reward_mode: Literal["standalone", "colocate"] = "standalone"
     # Stop the run if more than this fraction of the rollouts of a step or an evaluation failed, or of the
-    # samples that need a verdict got none, as docs/glossary.md#statuses explains.
+    # samples that need a verdict got none. If fewer than 20 samples of a step need one, those of the latest
+    # steps count as well (docs/glossary.md#statuses).
     max_no_verdict_rate: float = 0.5
 
     # Where to sample rollouts: in the trainer's process (hf) or on vLLM servers (vllm); auto chooses hf on a
