@@ -2678,6 +2678,9 @@ a^2+2 | a^2+2ab
 5\text{ feet }3\text{ inches} | 3\text{ feet }5\text{ inches}
 2\text{ hr }30\text{ min} | 30\text{ hr }2\text{ min}
 (n!)! | n!!
+\max(\infty,5) | 7
+\max(-\ln 0,5) | 7
+(\max(\infty,3),\max(\infty,7)) | (3,7)
 """
 VALUES = r"""
 r(R-r) | rR-r^2
