@@ -2,7 +2,8 @@
 
     python router.py --port 30000 --workers http://a:8000 http://b:8000
 
-The router forwards the paths of --forward and rejects all others. Its own endpoints:
+The router forwards the paths of --forward and rejects all others, and all requests of web pages, which have
+an Origin header. Its own endpoints:
     GET /health                 returns 200 if at least one server is healthy, else 503; needs no key
     GET /workers, /metrics      lists the servers and their state, as JSON or as Prometheus text
     POST /workers {"url": U}    adds a server; needs the servers' key, or else the clients'
@@ -501,8 +502,8 @@ class Router:
         known = [hmac.compare_digest(given, b"Bearer " + one.encode()) for one in key.split(",")]
         if key and not any(known):
             return error_response(401, "missing or wrong API key; send 'Authorization: Bearer KEY'")
-        if changes_servers and "Origin" in request.headers:
-            return error_response(403, "a web page must not change the servers")  # Only browsers send Origin.
+        if "Origin" in request.headers:  # Only browsers send it. A page could use the servers and their key.
+            return error_response(403, "a web page must not use the router")
         if path == "/metrics":
             return web.Response(text=self.metrics())
         is_forwarded = (path + "/").startswith(self.forwarded) and ".." not in unquote(path)

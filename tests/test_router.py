@@ -1458,14 +1458,16 @@ async def test_a_malformed_request_is_answered_and_does_not_show_its_key(caplog)
 
 
 @in_a_loop
-async def test_no_web_page_adds_or_removes_a_server():
-    """A page of any site may send a POST request without asking the router first."""
-    async with Upstream() as up, Upstream() as other, Running(up) as it:
+async def test_no_web_page_uses_the_router():
+    """A page of any site may send a POST request without asking the router first, which adds its key."""
+    async with Upstream() as up, Upstream() as other, Running(up, server_key="paid") as it:
         page = {"Origin": "https://other.example", "Content-Type": "text/plain"}
-        for method, path in ("POST", "/workers"), ("DELETE", f"/workers?url={up.url}"):
-            status, body, _ = await it.ask(method, path, data=json.dumps({"url": other.url}), headers=page)
+        key = {"Authorization": "Bearer paid"}
+        for method, path in ("POST", "/workers"), ("DELETE", f"/workers?url={up.url}"), ("POST", "/v1/x"):
+            data = json.dumps({"url": other.url})
+            status, body, _ = await it.ask(method, path, data=data, headers=page | key)
             assert status == 403 and b"web page" in body
-        assert set(it.router.workers) == {up.url}
+        assert set(it.router.workers) == {up.url} and not up.seen
 
 
 @pytest.mark.parametrize("keys", [dict(api_key="old,s3cret\u00e9"), dict(server_key="s3cret,new")])
