@@ -166,7 +166,7 @@ class RewardOptions:
         if models and addresses:
             raise ValueError("--genrm cannot be combined with --router-address; pass only one of them")
         for address in addresses.values():
-            if not re.fullmatch(r"[^/]+:\d+", address):
+            if not re.fullmatch(r"[^/@]+:\d+", address):
                 raise ValueError(f"--router-address {address}: must be host:port or NAME=host:port")
         if models or addresses:
             router_key()
