@@ -176,8 +176,8 @@ def test_the_examples_of_reward_functions_run(monkeypatch, tmp_path):
     assert again["extra_info"]["cost"] == 0.1
     assert compute_score.compute_score(**again)["acc"] is False  # The tool wrote the answer.
     assert names["my_rule"](solution_str="2+2\n\\boxed{4}", **about) == 1.0
-    answers = ["it is \\boxed{4}", "\\boxed{4}", "4", "\\boxed{5}"]
-    assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0]
+    answers = ["it is \\boxed{4}", "\\boxed{4}", "4", "\\boxed{5}", "\\boxed{4} \\boxed{5}"]
+    assert names["shortest_right_answer"](solution_strs=answers, **about) == [0.0, 1.0, -1.0, -1.0, -1.0]
     solution = "\n\n".join(["line"] * 8 + ["\\boxed{5}"])
     result = asyncio.run(names["fapo_but_brief"](solution_str=solution, reward_router_address=None, **about))
     assert result["paragraphs"] == 9 and result["score"] == pytest.approx(-1.03)

@@ -2192,6 +2192,8 @@ def test_the_look_up_of_the_page(tmp_path, tokenizer):
     assert [turn["text"] for turn in unclear.turns] == ["?", "unknown", "7"] and not unclear.failure
     reward = load(f"{tmp_path}/look_up.py:reward")
     assert reward("toy", "7", "7", sample.info, sample.turns) == pytest.approx(0.8)
+    longer = [*sample.turns[:-1], {"who": "policy", "text": "\n\n17"}]
+    assert reward("toy", "17", "7", sample.info, longer) == pytest.approx(-0.2)
     silent = with_servers(plays(tokenizer, "pears?", ""), function, tokenizer, {1})
     for turns in (silent.turns, silent.turns[:2]):  # The tool wrote the answer.
         assert "".join(turn["text"] for turn in turns) == "pears?7"
