@@ -1014,6 +1014,8 @@ def connect_ray() -> bool:
         raise RuntimeError(ray_failure(address, error_line(error))) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # A signal that has arrived takes effect now.
+        with contextlib.suppress(OSError):  # Ray writes this file unless the environment has a token.
+            os.chmod(os.path.expanduser("~/.ray/auth_token"), 0o600)  # Ray lets all users read it.
     where = f"joined the cluster at {address} (set RAY_ADDRESS=local for a private cluster)"
     if address == "local":
         where = "started a cluster for this run"

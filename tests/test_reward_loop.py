@@ -1943,6 +1943,23 @@ def test_rays_processes_get_only_their_own_gpus_also_if_the_environment_says_oth
         reward_loop.connect_ray()
 
 
+def test_other_users_cannot_read_rays_token(monkeypatch, tmp_path):
+    """With the token, they could run code as this user."""
+    token = tmp_path / ".ray/auth_token"
+    token.parent.mkdir()
+
+    def writes(*_, **settings):
+        token.write_text("secret")
+        raise OSError("for the test")
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    replace_ray(monkeypatch, writes)
+    with pytest.raises(RuntimeError, match="for the test"):
+        reward_loop.connect_ray()
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(("of_another_user", "problem"), [(0, "join the cluster"), (1, "start a cluster")])
 def test_only_a_cluster_of_this_user_is_joined(monkeypatch, of_another_user, problem):
     """Reward functions would run as the other user, with the keys of the run."""
