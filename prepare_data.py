@@ -154,7 +154,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
                     place = f"{path}, {unit} {number}"
                     if part.strip():
                         rows.append(dict(json.loads(part)))
-    except (ValueError, TypeError, OSError, csv.Error) as error:  # json and pyarrow raise subclasses.
+    except (ValueError, TypeError, OSError, RecursionError, csv.Error) as error:  # or a subclass
         raise ValueError(f"{place}: cannot be read as a {kind} file: {error}") from error
     if not rows:
         raise ValueError(f"{path}: the file has no rows")

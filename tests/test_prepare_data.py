@@ -536,6 +536,7 @@ def test_files_that_are_not_what_they_say(tmp_path):
         ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl, line 3: cannot be read as a .jsonl file"),
         ("a.jsonl", "5\n", "a.jsonl, line 1: cannot be read as a .jsonl file"),
         ("a.json", "[1", "a.json: cannot be read as a .json file"),
+        ("a.json", "[" * 100_000, "a.json: cannot be read as a .json file"),
         ("a.parquet", "PAR1", "a.parquet: cannot be read as a .parquet file"),
         (
             "a.csv",
