@@ -3,9 +3,10 @@
     config = command_line.parse_command_line(Config)
     config = Config(model="PATH", train_file="FILE", out_dir="outputs/first", total_steps=20)
 
-To add a setting, add a line to PolicyOptions if policy.py or algorithm.py reads it, and to Config otherwise.
+To add a setting, add a line to PolicyOptions if the policy or the loss reads it, and to Config otherwise.
 The comment on or above this line is the help text; docs/make_settings.py copies it to docs/settings.md.
-Needs reward_loop.py, reward_worker.py and command_line.py; genrm_server.py and algorithm.py to check a run.
+Needs reward_loop.py, reward_worker.py and command_line.py; algorithm.py, policy.py and causal_lm.py to check
+a run, and genrm_server.py to describe its servers.
 """
 
 import os

@@ -10,8 +10,8 @@ shows the board, and on each square the policy reads where it is and which moves
 on the seed in the row, so there is one row per board. gymnasium rewards only reaching G; the check also finds
 moves that do not lead closer to G. The initial policy imitates a player who makes random safe moves.
 Needs gymnasium, recipes/gcd_steps.py, recipes/gym_tasks.py and compute_score.py; the initial policy and the
-report also need toy/, prepare_data.py, run_folder.py and command_line.py. Not covered: slippery ice, other
-sizes, and groups whose samples have different boards.
+report also need toy/, prepare_data.py, run_folder.py, command_line.py and reward_worker.py. Not covered:
+slippery ice, other sizes, and groups whose samples have different boards.
 """
 
 import csv

@@ -70,7 +70,7 @@ def all_imports_of(name):
     return found
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [*PARTS, "tools/diagnose.py", "tools/merge_lora.py", "toy/report.py"])
 def test_a_header_names_what_its_file_imports(name):
     always, sometimes = needs(name)
     at_once, (_, later) = all_imports_of(name), imports_of(name)

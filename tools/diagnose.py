@@ -8,7 +8,7 @@ tools/findings.toml is the table of findings: to add one, add it there. docs/tro
 The bounds are chosen so that no run in docs/evidence/runs.jsonl and tests/data/good_runs.json that learns
 from rewards has a finding. (Distillation has no rewards, so it has `no-learning-signal`.) Not covered: faults
 that can be seen only by comparison with another run or with a new metric.
-Needs findings.toml, command_line.py and run_folder.py.
+Needs findings.toml, command_line.py, reward_worker.py and run_folder.py.
 """
 
 import sys

@@ -7,7 +7,7 @@ experts and A_log of linear attention are always in float32. CHECKPOINT/adapter_
 model; pass --model if it has moved. Merging needs 4 bytes of memory per weight. A LoRA run merges its last
 checkpoint automatically.
 
-Needs command_line.py, run_folder.py and causal_lm.py.
+Needs command_line.py, reward_worker.py, run_folder.py and causal_lm.py.
 """
 
 import json

@@ -6,7 +6,7 @@
 
 A demo's output directory contains the runs baseline/ and fapo/, and judge/ if a judge was trained.
 docs/make_evidence.py summarises many runs, and tools/view_run.py shows every metric and sample. This file
-imports run_folder.py.
+needs command_line.py, reward_worker.py and run_folder.py.
 """
 
 import sys
