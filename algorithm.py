@@ -410,7 +410,7 @@ def lengths_of(mask):
 
 
 def compute_kl_loss(logprobs, reference_logprobs, mask, num_tokens):
-    """Estimate the KL divergence from the reference (GRPO, eq. 4): the sum of exp(d) - d - 1 by num_tokens.
+    """Estimate the KL divergence from the reference (GRPO, eq. 4): sum(exp(d) - d - 1) / num_tokens.
 
     d is the reference's log-probability minus the policy's. The value is unbiased, but as in GRPO, the
     gradient is not that of the divergence. Shapes, `num_tokens` and 16-bit inputs are as in

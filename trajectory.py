@@ -757,7 +757,7 @@ class Rollouts:
 
         Args:
             seed: Determines what is sampled from `model`, and, with `split`, the seeds of the groups.
-            split: "train" or "val". No evaluation plays the games of a training step.
+            split: "train" or "val". Groups of an evaluation never have the seeds of a training step.
             model: The policy's model, which this thread samples from; None if `servers` is given.
             servers: The PolicyServers to sample from.
             on_finished: Called in this thread with each sample that has ended.

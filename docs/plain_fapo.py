@@ -30,7 +30,7 @@ from toy import toy_world
 MODEL, JUDGE = (str(ROOT / "toy/models" / name) for name in ("policy", "judge"))
 PROMPTS, GROUP = 16, 8  # per step
 OPTIONS = PolicyOptions(model=MODEL, mini_batch_size=8, lr=2e-4, adam_betas=(0.9, 0.95), weight_decay=0.0)
-FAPO = f"{ROOT}/toy/toy_world.py:compute_score_fapo"  # that of compute_score.py, plus the oracle's
+FAPO = f"{ROOT}/toy/toy_world.py:compute_score_fapo"  # compute_score.py's, plus the oracle's metrics
 ASK = '{"prompt_style": "brief", "genrm_temperature": 0, "genrm_max_tokens": 96}'  # how to query the judge
 
 

@@ -11,9 +11,9 @@ beta) (paper, appendix A). A constant lambda of 1 therefore discourages flawed p
 which is the paper's majority-guided choice. The functions in this file vary lambda with the step or with the
 majority in the group.
 
-The toy world's oracle serves as the judge. To use a served judge, replace `judged` with `await
-compute_score_fapo(...)` and penalty=0, from compute_score.py or toy/toy_world.py. If you copy this file,
-copy these two files as well.
+The toy world's oracle serves as the judge. To use a served judge, replace `judged(...)` with `await
+compute_score_fapo(...)`, from compute_score.py or toy/toy_world.py, and leave out samples whose score is
+None. If you copy this file, copy these two files as well.
 """
 
 from toy.toy_world import compute_score_fapo_oracle as judged

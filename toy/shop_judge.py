@@ -25,7 +25,7 @@ MAX_TOKENS = 160  # of a critique. The longest sound one has fewer.
 
 
 def write_flawed(problem: Problem, rng: Random, rates: tuple) -> list[dict]:
-    """Return the turns of a policy that makes errors with these probabilities, and goes on from them."""
+    """Return the turns of a policy that makes errors with these probabilities, and continues from them."""
     turns = []
     value = problem.start
     text = ""
