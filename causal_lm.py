@@ -313,9 +313,9 @@ def can_share_prompts(model) -> bool:
 def check_logprobs(logprobs_function, model, name: str, device: torch.device) -> None:
     """Compare log-probabilities from `logprobs_function` with those of the model's own forward pass.
 
-    Some of the sequences share a prompt. If the log-probabilities are wrong only because this prompt is
-    computed once for all of them, that optimization is turned off. Most tokens follow a short prompt, which
-    exposes models whose positions count padding.
+    The five sequences have two prompts. If the log-probabilities are wrong only because each prompt is
+    computed once, that optimization is turned off. Most tokens follow the shorter prompt, which exposes
+    models whose positions count padding.
 
     Args:
         logprobs_function: Either logprobs_and_entropy or a function with the same arguments.
@@ -669,7 +669,7 @@ def add_adapters(model, options, source: str) -> None:
         source: A folder or Hub name.
 
     Raises:
-        ValueError: A target is no plain linear layer, or the checkpoint's adapters do not fit the options.
+        ValueError: A target is not a plain linear layer, or the checkpoint's adapters do not fit the options.
     """
     from peft import LoraConfig, set_peft_model_state_dict
     from peft.tuners.tuners_utils import cast_adapter_dtype

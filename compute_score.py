@@ -85,7 +85,7 @@ def compute_score_gsm8k(data_source, *sample, **settings) -> dict:
 # Callers check arguments against this signature before the run starts.
 compute_score_gsm8k.__signature__ = inspect.signature(compute_score)
 
-TAIL_CHARS = 300  # As in DAPO, only the end is searched. Answers in MATH-500 have at most 159 characters.
+TAIL_CHARS = 300  # As in DAPO, only the end is searched. Answers in MATH-500 have at most 53 characters.
 
 
 def find_answer(data_source: str, text: str) -> str | None:
@@ -202,7 +202,8 @@ async def compute_score_fapo(
         A dict with score, acc, pred, flawed_positive (None if unknown) and the values of `judge_solution`,
         with the genrm_status "skipped" if the judge was not asked.
     Raises:
-        ValueError: The judge is needed, but its address or the text of the problem is missing.
+        ValueError: As in compute_score, or the value of a setting is unknown, or the judge is needed, but its
+            address or the text of the problem is missing.
     """
     one_of("on_no_verdict", on_no_verdict, WITHOUT_VERDICT)
     outcome = functools.partial(compute_score, data_source, solution_str, ground_truth, turns=turns)
@@ -595,7 +596,8 @@ async def compute_score_discriminative(
         A dict with score, and with acc and pred from the outcome reward (None if ground_truth is "").
     Raises:
         aiohttp.ClientError: The server failed.
-        ValueError: The model has more than one label.
+        ReplyError: The server's response is not JSON, or reports an error.
+        ValueError: As in compute_score, or the model has more than one label.
     """
     policy_text(solution_str, turns)  # This raises ValueError if the response is not a text.
     messages = [*prompt, {"role": "assistant", "content": solution_str}]

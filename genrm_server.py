@@ -212,7 +212,7 @@ MODEL_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja"
 
 
 def model_state(path: str) -> dict[str, list[int]]:
-    """Return {file: [size, modification time in ns]} of a model's folder, or {} if it is no folder here.
+    """Return {file: [size, modification time in ns]} of a model's folder, or {} if it is not a folder here.
 
     A path or a name says nothing about the weights: the next model may be written into the same folder.
     """
@@ -475,7 +475,7 @@ class ModelServers:
                 slot.hangs = slot.joined > 0 and slot.url in hanging
 
     def join(self, slot: ServerSlot, seconds: float) -> None:
-        """Add a healthy server to the router if necessary. If this fails, the next check tries again."""
+        """Add a healthy server to the router if necessary. If this fails, the next check retries it."""
         router_start = self.router.restarts + 1
         if slot.joined == router_start:  # A restarted router knows no servers.
             return
@@ -917,7 +917,7 @@ def split_evenly(cores: list, count: int) -> list[list]:
 class KeyGuard:
     """A middleware for vLLM's server that requires the servers' key on every path except /health.
 
-    vLLM itself checks keys only on /v1, not on the control endpoints, which can replace the weights.
+    vLLM itself checks keys on /v1, but not on the control endpoints, which can replace the weights.
     """
 
     def __init__(self, app):

@@ -124,10 +124,11 @@ class RanksLost(RuntimeError):
 class Policy:
     """A model and its optimizer.
 
-    Weights and optimizer state are float32. On a GPU, the layers compute in bf16 and the head in float32
-    (TF32), because a bf16 head alone would change log-probabilities by 0.02. With the option bf16_head, only
-    the operands of the head's products are bf16, while logits and sums stay float32. The model is always in
-    evaluation mode, because with dropout, training and sampling would use different policies.
+    Trained weights and the optimizer state are float32. On a GPU, the layers compute in bf16 and the head in
+    float32 (TF32), because a bf16 head alone would change log-probabilities by 0.02. With the option
+    bf16_head, only the operands of the head's products are bf16, while logits and sums stay float32. The
+    model is always in evaluation mode, because with dropout, training and sampling would use different
+    policies.
 
     Args:
         options: settings.PolicyOptions, or any object with the same attributes.

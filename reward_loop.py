@@ -109,7 +109,7 @@ class RewardOptions:
     genrm_vllm_args: str = ""
     # Task of the reward models: one task for all models, or one for each model.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
-    # Tokenizer folder for reward functions that need one; default: the tokenizer of --genrm.
+    # Tokenizer for reward functions that need one: a folder or a Hub name; default: that of --genrm.
     reward_model_tokenizer: str | None = None
     # Number of Ray workers that score samples; 0: one per node, but at least two.
     num_workers: Annotated[int, arg(name="num-reward-workers", aliases=["--num-workers"])] = 0
@@ -309,7 +309,7 @@ class RewardLoopManager:
         self.job = options.make_job(addresses)
         self.options = options
         self.reward_models = reward_models
-        # If another shell started Ray, workers lack this variable, so they get the key as an argument.
+        # If another shell started Ray, workers lack ROUTER_API_KEY, so they get the key as an argument.
         self._key = router_key()
         self.max_in_flight = options.max_in_flight or 2048
         num_servers = [count_servers(address) for address in addresses.values()]  # This also checks the key.
@@ -900,7 +900,7 @@ def changes_between(before, now: dict) -> list[str]:
 
 
 def folder_digest(path: str | None) -> str:
-    """Return a digest of the sizes and modification times of a model's files; empty if it is no folder."""
+    """Return a digest of the sizes and modification times of a model's files; empty without a folder."""
     if not path or not os.path.isdir(os.path.expanduser(path)):
         return ""
     from genrm_server import model_state

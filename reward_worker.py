@@ -54,8 +54,8 @@ class Job:
 
     function: str  # FILE:NAME with the full path
     kwargs: dict  # keyword arguments that are the same for every sample
-    columns: dict[str, bool]  # row columns among the function's parameters -> whether they are required
-    tokenizer: str | None  # path of the reward model's tokenizer if the function takes one
+    columns: dict[str, bool]  # further row columns that the function takes -> whether it requires them
+    tokenizer: str | None  # path or name of the reward model's tokenizer if the function takes one
     is_async: bool
     sees_group: bool  # whether one call gets all responses to a prompt (`solution_strs`)
     timeout: float

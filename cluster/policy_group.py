@@ -38,7 +38,7 @@ AFTERMATH_S = 10.0
 class PolicyGroup:
     """A policy on `config.policy_ranks` devices, with the methods of a Policy.
 
-    Every method raises RanksLost if a rank died.
+    Every method that calls the ranks raises RanksLost if a rank died.
 
     Args:
         config: The trainer's configuration.
@@ -46,8 +46,8 @@ class PolicyGroup:
         reservation: The reservation for the processes named "rank". By default, the group makes one.
 
     Raises:
-        ValueError: As in Policy.
-        RuntimeError: As in Policy and Reservation.
+        ValueError: As in Policy and Reservation.
+        RuntimeError: As in Reservation, or a rank does not start or cannot access the output directory.
     """
 
     def __init__(self, config, source: str, reservation: Reservation | None = None):

@@ -38,7 +38,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
 class RankedPolicy(Policy):
-    """One rank of a policy, as a Ray actor. All ranks return the same results.
+    """One rank of a policy, as a Ray actor. All ranks return the same metrics.
 
     Args:
         config: The trainer's configuration.
@@ -119,7 +119,8 @@ class RankedPolicy(Policy):
         """Send the weights from rank 0 to the WeightFolder actors in `folders` ({node: actor}) at `path`.
 
         Returns:
-            The nodes that no longer exist, and the checksums of the weights (see weight_sync.py).
+            On rank 0, the nodes that no longer exist and the checksums of the weights (see weight_sync.py).
+            Other ranks return an empty set and an empty dict.
         """
         gone = set()
         sums = {}
@@ -182,8 +183,9 @@ def interface_of(address: str) -> str:
 def shard(model, ranks: Ranks, offload: bool) -> None:
     """Shard each layer over the ranks, and shard embedding, final norm and head as one group.
 
-    Between two passes, each rank keeps 1/count of all weights, in float32. On a GPU, layers are gathered in
-    bf16, and embedding and head in float32, which are the types of a single device's matrix products. Other
+    Between two passes, each rank keeps 1/count of all weights, in the types of causal_lm.set_dtypes. On a
+    GPU, layers are gathered in bf16, and embedding and head in float32, which are the types of a single
+    device's matrix products. Other
     parameters of the layers, such as norms, A_log, and the routing biases of Ernie-4.5, are gathered in bf16
     as well, whereas a single device and vLLM use A_log and routing biases in float32. Gradients are summed
     over ranks, not averaged, because the loss already divides by the tokens of all ranks.

@@ -60,7 +60,8 @@ from run import Run
 VLLM_SHARE = 0.92  # fraction of a GPU's memory that a vLLM server uses by default
 SHARED = 0.97  # largest sum of the shares of a GPU (docs/training.md)
 VLLM_GB = 1.0  # approximate memory of a server's CUDA context and graphs
-VLLM_SEQUENCES = 1024, 256  # vLLM's default --max-num-seqs on GPUs of at least 70 GiB, and on smaller ones
+# vLLM's default --max-num-seqs on GPUs of at least 70 GiB (but 256 on an A100), and on smaller ones.
+VLLM_SEQUENCES = 1024, 256
 IN_HOST = "in host memory, for each rank"  # with --policy-offload
 ON_NODE = "in host memory, once"
 SAMPLER_COPIES = 6  # copies of the float32 logits while vLLM sorts them for top-p

@@ -259,7 +259,7 @@ class Kind(NamedTuple):
 
     question: str | tuple = REMAINDER  # The question of RL, or a tuple from which each problem draws one.
     lengths: tuple[int, int] = (3, 4)  # Minimum and maximum number of steps of a problem.
-    # Slips of the policy, with which about 60 % of its answers are correct. Most of these are flawed.
+    # Slips of the policy, with which 70 % of its answers are correct. More than half of these are flawed.
     policy: Slips = Slips(carry=0.35, off=0.1, last=0.06)
     # Slips in the solutions that the judge reads.
     critic: Slips = Slips(carry=0.25, off=0.05, last=0.05, fives=0.12, misread=0.06)

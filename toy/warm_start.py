@@ -321,7 +321,7 @@ def shop_corpus(rng: Random) -> list[str]:
 def shop_judge_phases(rng: Random):
     """Return the phases for the shop's judge, which starts as the first world's judge.
 
-    In all phases but one, a quarter of the texts are stories of the second world, because the judge must add
+    In all phases but one, a quarter of the texts are solutions without a tool, because the judge must add
     instead of copying. It learns to list the deals before it sees trajectories, because otherwise it would
     copy the policy's items. Before it writes whole critiques, it learns single parts of them: the sums with
     their quotes, then the quotes of items and their verdicts. A judge that had to learn all tokens of a
