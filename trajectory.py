@@ -303,13 +303,13 @@ class Trajectory:
             message = self._failure_of(task)
         else:
             kind = "timeout"
-            place, is_lock = place_of(task, self._runner.file)
+            line, is_lock = line_of(task, self._runner.file)
             remedy = "raise --rollout-timeout, or speed up the tools"
             if is_lock:
                 remedy = "it waited for a lock; do not hold a lock around generate()"
             message = (
                 f"the function took more than {self._runner.timeout:g} s, excluding waits for the "
-                f"policy, and stood at {place}; {remedy}"
+                f"policy, and stood at {line}; {remedy}"
             )
         if message:
             sample.failure = kind
@@ -347,9 +347,9 @@ def first_stop(text: str, stop) -> str | None:
     return min(found, key=lambda word: text.index(word) + len(word), default=None)
 
 
-def place_of(task: asyncio.Task, file: str) -> tuple[str, bool]:
+def line_of(task: asyncio.Task, file: str) -> tuple[str, bool]:
     """Return the line of the user's file at which a task stands, and whether it waits there for a lock."""
-    place = "an unknown line"
+    line = "an unknown line"
     inner = ""
     step = task.get_coro()
     while step is not None:
@@ -357,9 +357,9 @@ def place_of(task: asyncio.Task, file: str) -> tuple[str, bool]:
         if frame:
             inner = frame.f_code.co_filename
             if inner == file:
-                place = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+                line = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
         step = getattr(step, "cr_await", None)
-    return place, inner in (asyncio.locks.__file__, asyncio.queues.__file__)
+    return line, inner in (asyncio.locks.__file__, asyncio.queues.__file__)
 
 
 def report(loop, context):
@@ -894,19 +894,19 @@ class Wave:
 
     def report_locks(self):
         """Print where functions wait for locks if that is all that the next round waits for."""
-        places = Counter()
+        lines = Counter()
         for trajectory in self.calls:
             if trajectory._place not in self.waiting and not trajectory._is_closed:
-                place, is_lock = place_of(trajectory._task, self.runner.file)
+                line, is_lock = line_of(trajectory._task, self.runner.file)
                 if not is_lock:
                     return
-                places[place] += 1
-        for place, count in places.items():
-            if place not in self.runner.printed:
-                self.runner.printed.add(place)
+                lines[line] += 1
+        for line, count in lines.items():
+            if line not in self.runner.printed:
+                self.runner.printed.add(line)
                 print(
                     "--rollout-fn: with --rollout hf, turns begin once all functions await generate(), "
-                    f"but {count} wait for a lock at {place} while {len(self.waiting)} await generate(); "
+                    f"but {count} wait for a lock at {line} while {len(self.waiting)} await generate(); "
                     "do not hold a lock or semaphore around generate()"
                 )
 

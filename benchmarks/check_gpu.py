@@ -1,7 +1,7 @@
 """Check everything that can be tested only on an NVIDIA GPU, and print a table of results.
 
     make check-gpu                                    # or python benchmarks/check_gpu.py; needs no network
-    python benchmarks/check_gpu.py --size small       # a model of 1 M parameters instead of 1,065 M
+    python benchmarks/check_gpu.py --size small       # a model of 1 M parameters instead of 1,066 M
     python benchmarks/check_gpu.py --model FOLDER     # a real model
     python benchmarks/check_gpu.py --only servers     # a single check
 
@@ -522,7 +522,7 @@ class Config:
     """Check everything that can be tested only on an NVIDIA GPU."""
 
     size: Literal["small", "large"] = "large"
-    """Size of the generated model. large: 1,065 M parameters, shaped like Qwen2; small: 1 M parameters."""
+    """Size of the generated model. large: 1,066 M parameters, shaped like Qwen2; small: 1 M parameters."""
     model: str = ""
     """Folder of a real model to use instead of --size."""
     only: tuple[Literal[tuple(CHECKS)], ...] = ()
