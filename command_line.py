@@ -253,9 +253,9 @@ def without_secrets(value, name: str = ""):
         pass  # The text is not JSON.
     # Hide the password of a URL, which may contain / and @ (but 8000/ is a port), or a token without a user.
     text = re.sub(r'(://[^/\s:@]*:)(?!\d*[/?])[^\s"]*@|(://)[^/\s:@"]+@', rf"\1\2{HIDDEN}@", value)
-    named = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
-    if named:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
-        start, rest = named.groups()
+    parts = re.fullmatch(r"([^\s=:]+[=:])(.*)", text, re.DOTALL)
+    if parts:  # --flag=VALUE, NAME=VALUE, "Header: VALUE" or an address
+        start, rest = parts.groups()
         return start + without_secrets(rest, start[:-1])
     try:
         words = shlex.split(text)

@@ -120,8 +120,8 @@ def lock_file(file, where: str, kind: str) -> None:
         ) from error
 
 
-def check_room(config, step: int, checkpoint: float) -> None:
-    """Raise ValueError if the disk lacks space for the remaining checkpoints of `checkpoint` GB each."""
+def check_room(config, step: int, checkpoint_gb: float) -> None:
+    """Raise ValueError if the disk lacks space for the remaining checkpoints of `checkpoint_gb` each."""
     to_come = 1
     if config.save_every:
         to_come += (config.total_steps - 1) // config.save_every - step // config.save_every
@@ -129,7 +129,7 @@ def check_room(config, step: int, checkpoint: float) -> None:
         kept = len(checkpoints_in(Path(config.out_dir, "checkpoints")))
         # The newest checkpoint is written before the oldest one is deleted.
         to_come = min(to_come, max(1, config.keep_checkpoints + 1 - kept))
-    needed = checkpoint * to_come
+    needed = checkpoint_gb * to_come
     free = 1e-9 * shutil.disk_usage(config.out_dir).free
     if free < needed:
         raise ValueError(

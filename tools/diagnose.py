@@ -211,12 +211,12 @@ def explaining_result(groups: list[list[dict]]) -> str:
     return name
 
 
-def holds(conditions: list[str], numbers: list[dict]) -> bool:
+def holds(conditions: list[str], steps: list[dict]) -> bool:
     """Return whether all conditions hold in all these steps. Conditions on missing numbers never hold."""
     for condition in conditions:
         key, sign, bound = condition.split()
-        for step in numbers:
-            if not SIGNS[sign](step.get(key, nan), float(bound)):
+        for numbers in steps:
+            if not SIGNS[sign](numbers.get(key, nan), float(bound)):
                 return False
     return True
 

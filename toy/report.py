@@ -119,22 +119,22 @@ def judge_table(metrics: list[dict]) -> str:
     return table(["judge, 512 held-out solutions", "recall", "specificity", "first-error accuracy"], *rows)
 
 
-def report(runs: Path, so_far: bool = False) -> str:
-    """Write report.md in `runs` and return its text. Raises ValueError if a run is missing or unfinished."""
+def report(folder: Path, so_far: bool = False) -> str:
+    """Write FOLDER/report.md and return its text. Raises ValueError if a run is missing or unfinished."""
     policies = {}
     for label, name in RUNS.items():
-        if not so_far or (runs / name).is_dir():
-            policies[label] = read_metrics(runs / name, so_far)
+        if not so_far or (folder / name).is_dir():
+            policies[label] = read_metrics(folder / name, so_far)
     if not policies:
-        raise ValueError(f"--runs {runs}: contains no run; pass the output directory of a demo or of a run")
+        raise ValueError(f"--runs {folder}: contains no run; pass the output directory of a demo or of a run")
     text = policy_table(policies)
-    if (runs / "judge").is_dir():
+    if (folder / "judge").is_dir():
         try:
-            text = judge_table(read_metrics(runs / "judge", so_far)) + "\n\n" + text
+            text = judge_table(read_metrics(folder / "judge", so_far)) + "\n\n" + text
         except ValueError:  # The demo evaluates its judge only before and after the training.
             if not so_far:
                 raise
-    (runs / "report.md").write_text(text + "\n")
+    (folder / "report.md").write_text(text + "\n")
     return text
 
 
