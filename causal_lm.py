@@ -85,6 +85,7 @@ def load_causal_lm(source: str, dtype="auto", trust_remote_code=False, max_posit
     if dtype == "auto" and has_rounded_constants(model):
         return load_causal_lm(source, torch.float32, trust_remote_code, max_positions)
     make_savable(model, source)
+    model.shares_prompts = False  # policy.py sets it to True for models that can share prompts.
     return model
 
 

@@ -76,7 +76,6 @@ class RankedPolicy(Policy):
     def setup_model(self, model) -> None:
         """Shard the model before it is copied, so that each rank reads only its rows of the files."""
         if self.is_sharded:
-            model.shares_prompts = False
             shard(model, self.ranks, self.config.policy_offload)
             set_dtypes(model, self.config.lora_rank, self.device.type)
         else:

@@ -24,7 +24,6 @@ PROMPTS = ["Ben has 65 eggs, gets 9.", "Ann has 12 nuts, loses 8."]
 
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = load_causal_lm(MODEL, torch.float32)
-model.shares_prompts = False  # Do not look for samples with the same prompt to compute it only once.
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 sampling = dict(max_response_length=32, temperature=1.0, eos_ids={tokenizer.eos_token_id})
 

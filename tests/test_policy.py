@@ -20,7 +20,18 @@ import policy as policy_file
 from toy import warm_start
 from policy import Policy, Sample, split_mini_batches
 from rollout import check_sampling, model_files
-from tiny import CPU, a_step, config_of, groups_of, policy_of, read_again, roll_out, weights_of, with_sgd
+from tiny import (
+    CPU,
+    a_step,
+    config_of,
+    groups_of,
+    policy_of,
+    read_again,
+    roll_out,
+    weights_of,
+    with_sgd,
+    write_model,
+)
 
 
 def updated(model, samples, lr=1e-2, **changes):
@@ -832,6 +843,12 @@ def test_a_product_rounds_its_operands_but_not_its_sums():
     logits.backward(torch.tensor([[1 + 1 / 512, 0.0], [1.0, 256.0]]))
     assert hidden.grad.tolist() == [[1.0, 1.0], [1.0, 257.0]]
     assert weight.grad.tolist() == [[257.0, 1.0], [65536.0, 256.0]]
+
+
+def test_a_loaded_model_needs_no_policy(model, tokenizer, tmp_path):
+    loaded = causal_lm.load_causal_lm(write_model(tmp_path, model, tokenizer))
+    logprobs, _ = causal_lm.logprobs_and_entropy(loaded, [[5, 6, 7], [5, 6, 8]], [2, 1], 1.0)
+    assert logprobs.shape == (2, 2)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.25])
