@@ -197,7 +197,8 @@ def load_tokenizer(source: str, trust_remote_code: bool):
 
     transformers builds the tokenizer of some classes, such as Llama's, from the vocabulary alone. If the
     folder names such a class, but contains a byte-level tokenizer.json, all spaces would be lost. For a
-    Mistral model with tekken.json, it builds one without a chat template.
+    Mistral model with tekken.json, it builds one without a chat template. Raises ValueError if a file cannot
+    be read, or if a model with tekken.json has no tokenizer.json.
     """
     tokenizer = from_files(AutoTokenizer, source, trust_remote_code)
     file = cached_file(source, "tokenizer.json", _raise_exceptions_for_missing_entries=False)

@@ -180,7 +180,10 @@ def parse_command_line(config: type, args: list[str] | None = None, description=
 
 
 def named(field: str, values: tuple[str, ...]) -> dict[str, str]:
-    """Split NAME=VALUE; the default name is "genrm": ("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}."""
+    """Split NAME=VALUE; the default name is "genrm": ("a:1", "rm=b:2") -> {"genrm": "a:1", "rm": "b:2"}.
+
+    Raises ValueError if two values have the same name.
+    """
     found = {}
     for value in values:
         name, text = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", value, re.DOTALL).groups("genrm")

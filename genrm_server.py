@@ -878,7 +878,7 @@ class VllmServer(Process):
 
 
 def gpus_of_server(config: Config, index: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for server `index` on this machine. Servers get the GPUs in order."""
+    """Return CUDA_VISIBLE_DEVICES for server `index`. Raise ValueError if there are too few GPUs."""
     if config.device == "cpu":
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

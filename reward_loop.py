@@ -229,6 +229,8 @@ class RewardOptions:
 def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False):
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
+    Raises the errors of RewardLoopManager, and those of RewardModelManager if it starts models.
+
     Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
     `sleep_mode`, the reward models sleep between batches.
     """
@@ -391,7 +393,10 @@ class RewardLoopManager:
 
     # ---- Called in the threads of callers
     def submit(self, sample: dict) -> Future:
-        """Accept a sample (a row plus `response`) and return the future of its result."""
+        """Accept a sample (a row plus `response`) and return the future of its result.
+
+        Raises ValueError if the row lacks a column, and RuntimeError if the loop has ended.
+        """
         return self._submit_call([sample])[0]
 
     def submit_group(self, samples: list[dict]) -> list[Future]:
@@ -881,9 +886,9 @@ def chosen_models(settings: dict) -> list[str | None]:
 
 
 def changes_between(before, now: dict) -> list[str]:
-    """Return the names of the values that have changed between two starts. Both have the keys of `scored_by`.
+    """Return the names of the values that have changed between two results of `scored_by`.
 
-    A model that did not respond at one of the starts does not count as changed.
+    `before` may be of another version. A model that did not respond at one of the starts does not count.
     """
     has_keys = isinstance(before, dict) and before.keys() == now.keys()
     if not has_keys or type(before.get("files")) is not type(now.get("files")):  # once with the files' names

@@ -39,7 +39,7 @@ from policy import Policy, Sample
 def rollout_hf(model, samples: list[Sample], *, seed, rollout_batch_size, **options):
     """Sample the responses with the model in this process, `rollout_batch_size` sequences at a time.
 
-    Consecutive samples of one prompt share the computation of the prompt. Temperature 0 means greedy
+    Samples of one prompt in one batch share the computation of the prompt. Temperature 0 means greedy
     decoding. A response ends at max_response_length or with an end token, which is part of the response.
     rollout_logprobs are log-probabilities at this temperature, before top_p.
 

@@ -750,7 +750,10 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def template_options(config, tokenizer, now: datetime | None) -> dict:
-    """Return the arguments of the chat template. A template that shows the date or the time shows `now`."""
+    """Return the arguments of the chat template. A template that shows the date or the time shows `now`.
+
+    Raises ValueError for arguments that the trainer sets.
+    """
     options = json_object("chat_template_kwargs", config.chat_template_kwargs)
     names = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
     for name in options.keys() & (names - {"tools", "documents"}):  # Templates read these two.

@@ -295,7 +295,10 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         )
 
     def resolved(self, gpus: float) -> "Config":
-        """Return this configuration with every "auto" replaced, given the number of GPUs (count_gpus)."""
+        """Return this configuration with every "auto" replaced, given the number of GPUs (count_gpus).
+
+        Raises ValueError if a setting does not fit the kind of rollout.
+        """
         device = self.device
         if device == "auto":
             device = "cuda" if gpus else "cpu"

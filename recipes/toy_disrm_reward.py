@@ -26,15 +26,15 @@ async def compute_score_both(
     reward_router_address=None,
     reward_model_tokenizer,
     share=0.5,
-    **judge,
+    **settings,
 ):
     """Return FAPO's score, plus `share` times the classifier's probability that the solution is sound.
 
-    The reward models named `judge` and `classifier` must be running. `judge` contains further settings of
+    The reward models named `judge` and `classifier` must be running. `settings` are passed to
     compute_score_fapo.
     """
     result = await scores.compute_score_fapo(
-        data_source, solution_str, ground_truth, extra_info, reward_router_addresses["judge"], **judge
+        data_source, solution_str, ground_truth, extra_info, reward_router_addresses["judge"], **settings
     )
     found = await scores.compute_score_discriminative(
         data_source,
