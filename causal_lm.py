@@ -109,7 +109,7 @@ def make_savable(model, source: str) -> None:
     except ValueError as error:
         for name in re.findall(r"^- `(\w+)`", str(error), re.MULTILINE):
             setattr(settings, name, None)
-    settings.do_sample = do_sample  # A model that decodes greedily goes on to do so.
+    settings.do_sample = do_sample  # A model that decodes greedily still does so.
     settings.__class__ = GenerateSettings
     try:
         with tempfile.TemporaryDirectory() as folder:

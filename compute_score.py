@@ -196,6 +196,8 @@ async def compute_score_fapo(
         judge_test: also query the judge on the test split. The score is still the outcome reward.
         judge_wrong: also query the judge on wrong answers to get first_wrong. Their score does not change.
         keep_critique: return the text of the critique.
+        prompt_style: the judge's prompt, a key of PROMPT_STYLES.
+        verifier: as in compute_score.
         genrm_chat_kwargs: arguments for the judge's chat template, such as {"enable_thinking": false}.
         genrm_*: all other settings are passed to `chat` without the prefix.
     Returns:
@@ -945,7 +947,7 @@ def written_out(value) -> str:
 
 
 def single_answer(ground_truth, data_source="") -> str:
-    """Return a ground truth as text. A list of one text (as JSON or as Python prints it, too) is this text.
+    """Return a ground truth as text. A list of one text, even as JSON or as Python prints it, is this text.
 
     Raises:
         ValueError: The ground truth is empty, or it is several answers or an object, such as test cases.

@@ -672,7 +672,7 @@ class Process:
         self.cores = ",".join(cores)
         # FOLDER has guard() and vLLM's middleware. It comes first because a user may have another router.py.
         paths = filter(None, [FOLDER, env.get("PYTHONPATH")])
-        # Where FORCE_COLOR is set, Python 3.13 and newer would colour tracebacks in the log as well.
+        # If FORCE_COLOR is set, Python 3.13 and newer would colour tracebacks in the log as well.
         own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHON_COLORS": "0"}
         self.env = env | own
         self.log_start = 0

@@ -64,6 +64,7 @@ def train(config: Config) -> Path | None:
         The folder of the last checkpoint, or None after a dry run.
     Raises:
         ValueError: The configuration, the data or the model is invalid.
+        OSError: The output directory cannot be used, or the disk is full.
         RuntimeError: The run must stop: there are too few verdicts, a loss is not finite, rollouts come from
             weights other than the policy's, or a checkpoint cannot be written.
     """

@@ -109,7 +109,7 @@ class RewardOptions:
     genrm_vllm_args: str = ""
     # Task of the reward models: one task for all models, or one for each model.
     reward_model_task: tuple[Literal["generate", "classify"], ...] = ("generate",)
-    # Tokenizer for reward functions that need one: a folder or a Hub name; default: that of --genrm.
+    # Tokenizer (a folder or a Hub name) for functions that need one; default: the tokenizer of --genrm.
     reward_model_tokenizer: str | None = None
     # Number of Ray workers that score samples; 0: one per node, but at least two.
     num_workers: Annotated[int, arg(name="num-reward-workers", aliases=["--num-workers"])] = 0

@@ -458,7 +458,7 @@ class Threads(ThreadPoolExecutor):
                     future.set_exception(error)
                 if future.is_abandoned:
                     return
-        self.submitted.put(None)  # The next thread ends, too.
+        self.submitted.put(None)  # The next thread then ends as well.
 
 
 class Rollouts:

@@ -102,7 +102,7 @@ def our_processes():
     everything = [psutil.Process(), *psutil.Process().children(recursive=True)]
     workers = [process for process in everything if "RewardLoopWorker" in " ".join(process.cmdline())]
     raylet = workers[0].environ()["RAY_RAYLET_PID"]
-    for process in psutil.process_iter():  # Grading processes are no descendants, but share the environment.
+    for process in psutil.process_iter():  # Grading processes are not descendants, but share the environment.
         with contextlib.suppress(psutil.Error, KeyError):
             is_grading = "reward_worker.py" in " ".join(process.cmdline())
             if is_grading and process.environ()["RAY_RAYLET_PID"] == raylet:

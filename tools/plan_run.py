@@ -302,7 +302,7 @@ def server_memory(config, name: str, server, gpu: float) -> str:
     fits = "it fits" if tokens >= longest else "too little memory; raise its share or lower --max-model-len"
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % gpus or key_heads % gpus and gpus % key_heads:  # Key heads, or their copies, are split, too.
+    if heads % gpus or key_heads % gpus and gpus % key_heads:  # Key heads, or their copies, are also split.
         fits = f"vLLM cannot split {heads} attention heads over {gpus} GPUs; use fewer GPUs"
     line = f"{have:9.2f} GB  {name}: {weights:.2f} GB of weights, {room}: {fits}"
     if server.gpu_share < 1:
