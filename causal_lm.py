@@ -321,7 +321,6 @@ def check_logprobs(logprobs_function, model, name: str, device: torch.device) ->
 
     Args:
         logprobs_function: Either logprobs_and_entropy or a function with the same arguments.
-        model: The model.
         name: The model's name in the error message.
         device: The device that runs the model, even if the weights are in host memory.
 
@@ -367,7 +366,6 @@ def logprobs_and_entropy(
     most LOGITS_AT_ONCE, because with a large vocabulary they need more memory than the layers.
 
     Args:
-        model: The model.
         sequences: The token ids of each prompt and its response.
         counts: The number of response tokens of each sequence.
         temperature: The divisor of the logits.
@@ -480,7 +478,6 @@ def next_logits(model, ids, attended, positions, cache):
     """Return the logits of the next token of each sequence (B x V), and add the new tokens to the cache.
 
     Args:
-        model: The model.
         ids: The new tokens of each sequence, left-padded.
         attended: The attention mask over the cached and the new tokens.
         positions: The positions of the new tokens.
@@ -666,7 +663,6 @@ def add_adapters(model, options, source: str) -> None:
     their matrix B starts at 0, they do not change the model at first.
 
     Args:
-        model: The model.
         options: An object with lora_rank, lora_alpha, lora_targets and seed (settings.PolicyOptions).
         source: A folder or Hub name.
 

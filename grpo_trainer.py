@@ -14,7 +14,7 @@ model's log-probabilities in causal_lm.py, sampling in rollout.py, turns and too
 in reward_loop.py, starting, stopping and resuming in run.py, and output files and metrics in run_folder.py.
 
 On a CPU, the policy runs in this process unless --policy-ranks shards it. On GPUs, Ray places the ranks of
-the policy (cluster/), its servers and the judges, each on a whole GPU or a fraction of one. `python -m
+the policy (cluster/), its servers and the judges, each on whole GPUs or on a fraction of one. `python -m
 tools.plan_run` with the same flags estimates memory and placement.
 
 Four terms are kept apart: the score is what the reward function returns, the length penalty is at most 0, the

@@ -184,14 +184,13 @@ def shard(model, ranks: Ranks, offload: bool) -> None:
 
     Between two passes, each rank keeps 1/count of all weights, in the types of causal_lm.set_dtypes. On a
     GPU, layers are gathered in bf16, and embedding and head in float32, which are the types of a single
-    device's matrix products. Other
-    parameters of the layers, such as norms, A_log, and the routing biases of Ernie-4.5, are gathered in bf16
-    as well, whereas a single device and vLLM use A_log and routing biases in float32. Gradients are summed
-    over ranks, not averaged, because the loss already divides by the tokens of all ranks.
+    device's matrix products. Other parameters of the layers, such as norms, A_log, and the routing biases of
+    Ernie-4.5, are gathered in bf16 as well, whereas a single device and vLLM use A_log and routing biases in
+    float32. Gradients are summed over ranks, not averaged, because the loss already divides by the tokens of
+    all ranks.
 
     Args:
         model: The model. Its weights may still be mapped files.
-        ranks: The ranks.
         offload: Whether to keep the shards in the host's memory.
     """
     options = dict(mesh=ranks.mesh)

@@ -27,7 +27,7 @@ import toy.toy_world  # noqa: F401  (for the prompt style "brief" of the toy jud
 seen = Counter()  # How often this worker has scored each answer.
 
 
-def let_pass(result: dict) -> bool:
+def is_accepted(result: dict) -> bool:
     """Return whether the judge accepted a correct answer."""
     return result["acc"] is True and result["flawed_positive"] is False and result["genrm_status"] == "ok"
 
@@ -95,7 +95,7 @@ async def audited(
     sample = (data_source, solution_str, ground_truth, extra_info)
     result, again = await first_verdict(reward_router_address, *sample, turns=turns, **settings)
     result["audited"] = False
-    if is_wanted and let_pass(result):
+    if is_wanted and is_accepted(result):
         address = reward_router_addresses.get("audit", reward_router_address)
         opinion = await again(address, **second or {})
         result["audit_status"] = opinion["genrm_status"]
@@ -148,7 +148,7 @@ async def two_judges(
     """
     sample = (data_source, solution_str, ground_truth, extra_info)
     result, again = await first_verdict(reward_router_address, *sample, turns=turns, **settings)
-    is_open = let_pass(result)
+    is_open = is_accepted(result)
     if is_open:
         result = await again(reward_router_addresses["strict"], **strict or {})
     return result | {"strict_asked": is_open}

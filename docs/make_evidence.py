@@ -236,7 +236,7 @@ def half_correct(run: dict) -> float:
     return first_step(smooth(run["curves"]["truly_correct"]) >= 0.5)
 
 
-def half_mended(run: dict) -> float:
+def half_flawed(run: dict) -> float:
     """Return the first step at which the smoothed flawed-positive rate has halved, or infinity."""
     half = run["before"]["toy/oracle_flawed_positive_rate/mean@1"] / 2
     return first_step(smooth(run["curves"]["oracle_flawed_positive_rate"]) <= half)
