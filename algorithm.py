@@ -116,7 +116,7 @@ class Groups:
         penalties_P_G: The length penalty, at most 0.
         lengths_P_G, prompt_lengths_P_G: The lengths of responses and prompts in tokens.
         tokens_T: The token indices 0, 1, ... of the longest response.
-        samples, infos: Each policy.Sample in a flat list, and what the reward function returned for it.
+        samples, infos: Flat lists of each policy.Sample and its result, which is {} without a verdict.
         tensor(values): One number per sample, arranged P x G.
         check_key(key): Raises RuntimeError if no result has this key, for functions that read `infos`.
         decode(ids): The text of these tokens.
@@ -264,6 +264,7 @@ def set_advantages(
 
     Raises:
         RuntimeError: require_keys is set, and one of these keys occurs in no result.
+        ValueError: The function of --advantage returns a wrong shape.
     """
     results = Groups(groups, decode, require_keys)
     advantages = masked_advantages(results, options)

@@ -215,7 +215,7 @@ class PolicyGroup:
 def split(batches: list[MiniBatch], count: int) -> list[list[MiniBatch]]:
     """Split each mini-batch into `count` shares of similar length, one per rank.
 
-    The samples of a share are copies without what an update does not need: rows, texts and results.
+    The samples of a share are copies without what an update does not need, such as rows and texts.
     """
     shares = [[] for _ in range(count)]
     for batch in batches:

@@ -11,7 +11,7 @@
     spare_good_prefix   any of these, or grpo or dr_grpo, without blame for the tokens before the first error
 
 Each function takes an algorithm.Groups and its own settings, and returns one advantage per sample (P x G) or
-per token (P x G x T). NaN marks a sample without a verdict. docs/algorithms.md compares the results.
+per token (P x G x T). A sample with NaN has no verdict. docs/algorithms.md compares the results.
 Needs algorithm.py. Not covered: credit for units smaller than a paragraph or turn.
 Tensor names end in their shapes: P prompts, G samples per prompt, T tokens in the longest response, S
 paragraphs (or turns).
