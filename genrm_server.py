@@ -106,7 +106,7 @@ class Config:
             self.check_router_args()
         if self.device == "cpu":
             remedy = "--rollout hf or " if self.flag_prefix == "rollout-" else ""
-            refuse_gpu_build("--device cpu: ", f"; pass {remedy}--device cuda")
+            reject_gpu_build("--device cpu: ", f"; pass {remedy}--device cuda")
 
     def check_router_args(self) -> None:
         """Raise ValueError if router.py would reject its arguments."""
@@ -148,7 +148,7 @@ def resolve_config(config: Config, follow_links: bool = False) -> Config:
     if config.device == "auto":
         config.device = choose_device()
         if config.device == "cpu":
-            refuse_gpu_build("", ", but PyTorch finds none; make one visible")
+            reject_gpu_build("", ", but PyTorch finds none; make one visible")
     return config
 
 
@@ -192,7 +192,7 @@ def check_own_gpus() -> None:
         )
 
 
-def refuse_gpu_build(flag: str, remedy: str) -> None:
+def reject_gpu_build(flag: str, remedy: str) -> None:
     """Raise ValueError if the installed vLLM is a build for GPUs, which has no flag to run on a CPU."""
     from importlib import metadata
 

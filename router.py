@@ -234,7 +234,7 @@ def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} router: {text}", file=sys.stderr, flush=True)
 
 
-def is_no_malformed_request(record: logging.LogRecord) -> bool:
+def is_well_formed(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
@@ -318,7 +318,7 @@ class Router:
             max_field_size=MAX_HEADER,
         )
         # The traceback of a malformed request quotes the line, which may contain a key.
-        logging.getLogger("aiohttp.server").addFilter(is_no_malformed_request)
+        logging.getLogger("aiohttp.server").addFilter(is_well_formed)
         server = web.Server(  # faster than web.Application, which has a URL dispatcher
             self.handle,
             request_factory=partial(web.BaseRequest, loop=loop, client_max_size=config.max_body_mib << 20),

@@ -146,7 +146,7 @@ class Trajectory:
         self._check_message("generate")
         limit = min(max_tokens or self.room, self.room)
         if limit < 1:
-            self._end()
+            self._truncate()
         self._pause()
         try:
             turn = TurnRequest(self._place, self.ids, limit, texts, marks, self._session_id)
@@ -158,7 +158,7 @@ class Trajectory:
         self._add("policy", text, ids, logprobs)
         self.stopped = marks.get(ids[-1]) or first_stop(text, texts)
         if not self.stopped and not self.ended and not self.room:
-            self._end()
+            self._truncate()
         return text
 
     async def calls(self, *stop: str):
@@ -242,7 +242,7 @@ class Trajectory:
                     f"ints between 0 and {self._runner.num_tokens - 1}"
                 )
         if kept + len(ids) > self._wave.max_response_length:
-            self._end()
+            self._truncate()
         return list(ids)
 
     def _add(self, who, text, ids, logprobs):
@@ -283,7 +283,7 @@ class Trajectory:
                 "which opens a new one, or return"
             )
 
-    def _end(self):
+    def _truncate(self):
         self._sample.truncated = True
         raise NoRoom
 
@@ -801,7 +801,7 @@ class Wave:
     sampling: dict  # The sampling parameters, which all requests share.
     rollout_batch_size: int
     events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # roll_out reads these events.
-    calls: dict = field(default_factory=dict)  # trajectory -> arguments of its call
+    trajectories: dict = field(default_factory=dict)  # trajectory -> arguments of its call
     waiting: dict[int, TurnRequest] = field(default_factory=dict)  # The next round will sample these.
     requests: dict[int, asyncio.Task] = field(default_factory=dict)  # The last request of each trajectory.
     stalled_s: float = 0.0  # Seconds since the last change of `waiting`.
@@ -815,7 +815,7 @@ class Wave:
             group_seed = Random(f"{seed}/{group_number}").getrandbits(31)
             for number, sample in enumerate(group):
                 sample.seed = group_seed
-                trajectory = Trajectory(sample, len(self.calls), number, self)
+                trajectory = Trajectory(sample, len(self.trajectories), number, self)
                 row = sample.row
                 given = self.runner.models | {
                     "prompt": row["prompt"],
@@ -826,8 +826,8 @@ class Wave:
                 }
                 arguments = {name: given[name] for name in self.runner.names} | self.runner.settings
                 # All calls share the settings, and the samples of a group share a row, so copy both.
-                self.calls[trajectory] = copy.deepcopy(arguments) | {"trajectory": trajectory}
-        self.unfinished = len(self.calls)
+                self.trajectories[trajectory] = copy.deepcopy(arguments) | {"trajectory": trajectory}
+        self.unfinished = len(self.trajectories)
 
     async def run(self):
         """Call the function for all samples. Raises RuntimeError if the policy's servers fail."""
@@ -836,7 +836,7 @@ class Wave:
             session = open_session(self.servers, self.rollout_batch_size)
         try:
             async with session as self.session, asyncio.TaskGroup() as self.tasks:
-                calls = [self.tasks.create_task(self.one(*call)) for call in self.calls.items()]
+                calls = [self.tasks.create_task(self.one(*call)) for call in self.trajectories.items()]
                 clock = self.tasks.create_task(self.count_seconds())
                 await asyncio.wait(calls)
                 clock.cancel()
@@ -885,7 +885,7 @@ class Wave:
             if self.waiting and self.stalled_s > STALLED_S:
                 self.stalled_s = 0.0
                 self.report_locks()
-            for trajectory in self.calls:
+            for trajectory in self.trajectories:
                 if trajectory._working_since is None:
                     continue
                 trajectory._left -= passed
@@ -895,7 +895,7 @@ class Wave:
     def report_locks(self):
         """Print where functions wait for locks if that is all that the next round waits for."""
         lines = Counter()
-        for trajectory in self.calls:
+        for trajectory in self.trajectories:
             if trajectory._place not in self.waiting and not trajectory._is_closed:
                 line, is_lock = line_of(trajectory._task, self.runner.file)
                 if not is_lock:
