@@ -30,10 +30,10 @@ How the router reacts when a server fails:
                                 is healthy.
     any other response          The response is forwarded. Once part of it has been sent, there is no retry.
 Unless --mixed-models is set, a server does not join if its models differ from those of the first server.
-No POST request is sent twice to a living server. A server returns to the rotation when its /health responds
-again. (--health-path may name another path than /health.) If a client disconnects, the server stops working
-on the request. Requests with the same X-Session-Id header go to the same server while it is healthy,
-regardless of --policy.
+No POST request is sent twice to a server that is known to be alive. A server returns to the rotation when its
+/health responds again. (--health-path may name another path than /health.) If a client disconnects, the
+server stops working on the request. Requests with the same X-Session-Id header go to the same server while it
+is healthy, regardless of --policy.
 Not covered: TLS towards clients, HTTP/2, WebSockets, trailers, "Expect: 100-continue" (with bodies over 1 MB,
 curl waits for it for a second), caching, several processes, prefix-aware routing, systems other than Linux.
 The router ignores the environment variables HTTP_PROXY and HTTPS_PROXY, so an API must be reachable directly.
