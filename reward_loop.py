@@ -89,7 +89,7 @@ log = logging.getLogger("reward_loop")
 
 @dataclasses.dataclass(kw_only=True)
 class RewardOptions:
-    """Options for scoring samples, inherited by the configuration of every program that scores samples."""
+    """Options for scoring samples, which the configurations of the trainer and of score_file.py inherit."""
 
     # Reward function, as FILE:NAME. Default: the outcome reward (compute_score.py:compute_score), or the
     # score of a discriminative reward model.

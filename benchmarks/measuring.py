@@ -1,6 +1,6 @@
 """What several benchmarks share: child processes, servers, CPU time, groups, and the line about the machine.
 
-The other files of this folder import this one first, because it puts the repository on the path.
+Files of this folder import this one before the repository's files, because it puts them on the path.
 
 Not covered: measurements on a GPU (gpu_models.py).
 """
