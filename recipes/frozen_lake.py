@@ -1,6 +1,6 @@
 """An environment of another package: gymnasium's FrozenLake, a policy that plays it, and a check of moves.
 
-    bash recipes/public_lake.sh 0 outputs/lake0              # the comparison in docs/rollouts.md
+    bash recipes/public_lake.sh 0 outputs/lake0              # the comparison in docs/public_tasks.md
     python -m recipes.frozen_lake --out-dir data/lake        # only the rows and the initial policy: a minute
     python grpo_trainer.py ... --rollout-fn recipes/frozen_lake.py:play \\
         --reward-fn recipes/frozen_lake.py:compute_score     # FAPO, or the outcome reward with penalty=0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An environment of another library: FrozenLake of gymnasium (frozen_lake.py). The recipe first trains an initial policy
 # on the games of a player who makes random safe moves. From this policy, it trains with the outcome reward (penalty 0)
-# and with FAPO, whose judge is an exact check of each move. docs/rollouts.md reports the results.
+# and with FAPO, whose judge is an exact check of each move. docs/public_tasks.md reports the results.
 #   bash recipes/public_lake.sh 0 outputs/lake0   # SEED OUT_DIR [TRAINER FLAGS]; each of the two runs took 7 to 11
 #   minutes on two cores that were busy with other jobs
 #   python -m recipes.frozen_lake --report outputs/lake[01]/penalty[01] --report-out docs/evidence/frozen_lake.csv
