@@ -1,7 +1,7 @@
 """Three stages for 15 minutes with one GPU, which print JSON lines as they go, so that no result is lost.
 
     bash benchmarks/gpu_kit/run.sh fapo     # FAPO with a judge on vLLM, and the outcome reward, side by side
-    bash benchmarks/gpu_kit/run.sh speed    # updates with each setting of WAYS, rollouts, a weight sync
+    bash benchmarks/gpu_kit/run.sh speed    # updates with settings of WAYS, rollouts, a weight sync
     bash benchmarks/gpu_kit/run.sh trl      # five steps of TRL with vLLM and Liger, and five of ours
     python benchmarks/gpu_kit/stages.py speed --device cpu --size tiny --length 64   # a dry run
 
