@@ -25,6 +25,8 @@ from genrm_server import Config, ModelServers, VllmServer, count_gpus, resolve_c
 RANK_CPUS = 0.25
 SERVER_CPUS = 0.5
 RESERVE_TIMEOUT = 60.0  # seconds to wait for free resources in the cluster
+# What the processes of a name may pass to share a GPU; all other names are those of judges.
+SHARES = {"rank": "--policy-gpu-share 0.5", "policy server": "--rollout-gpu-share 0.2"}
 SLEEPER_GPUS = 1e-4  # Ray's smallest fraction of a GPU, for servers that sleep during other work
 
 
@@ -132,16 +134,16 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
                 placed = f" in addition to {', '.join(placed)}" if placed else ""
-                remedy = (
-                    "let them share a GPU (--policy-gpu-share 0.5 --rollout-gpu-share 0.2 --genrm-gpu-share "
-                    "0.25), start fewer processes, or pass --device cpu for a tiny policy"
-                )
-                if spec.apart and spec.count > gpus:
-                    remedy = "ranks cannot share a GPU; lower --policy-ranks"
-                elif size > gpus:
+                shares = dict.fromkeys(SHARES.get(other, "--genrm-gpu-share 0.25") for other in specs)
+                remedy = f"lower their shares of a GPU ({' '.join(shares)}), or start fewer processes"
+                if "rank" in specs:  # Judges of score_file.py have no --device.
+                    remedy += ", or pass --device cpu for a tiny policy"
+                if size > gpus:
                     remedy = (
                         "make more GPUs visible, lower the number of GPUs per server, or pass --device cpu"
                     )
+                elif spec.apart and spec.count > gpus:
+                    remedy = "ranks cannot share a GPU; lower --policy-ranks"
                 raise ValueError(
                     f"not enough GPUs: {name} {number} needs {spec.share:g} of {gpus:g} GPUs"
                     f"{placed}; {remedy}"
@@ -197,7 +199,10 @@ class Reservation:
             free = ray.available_resources()
             free = f"only {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
             wanted = f"{len(self.bundles)} bundles such as {self.bundles[-1]}"
-            raise RuntimeError(f"{names}: the Ray cluster lacks resources for {wanted}: {free}; add nodes")
+            raise RuntimeError(
+                f"{names}: the Ray cluster lacks resources for {wanted}: {free}; "
+                "start fewer processes, end other programs, or add nodes"
+            )
 
     def nodes(self, name: str) -> list[str]:
         """Return the node of each process with this name."""

@@ -136,7 +136,7 @@ def test_plans_that_fit_are_hardly_ever_refused():
 @pytest.mark.parametrize(
     "specs, gpus, message",
     [
-        ({"rank": Spec(1, 0, 1.0)}, 0, "rank 0 needs 1 of 0 GPUs; make more GPUs visible"),
+        ({"rank": Spec(1, 0, 1.0, apart=True)}, 0, "rank 0 needs 1 of 0 GPUs; make more GPUs visible"),
         ({"server": Spec(1, 0, 2.0)}, 1, "server 0 needs 2 of 1 GPUs; make more GPUs visible, lower the"),
         (
             {"rank": Spec(2, 0, 0.5, apart=True)},
@@ -144,15 +144,17 @@ def test_plans_that_fit_are_hardly_ever_refused():
             "not enough GPUs: rank 1 needs 0.5 of 1 GPUs in addition to rank 0; ranks cannot share",
         ),
         (
-            {"rank": Spec(2, 0, 0.5, apart=True), "server": Spec(2, 0, 0.6)},
+            {"rank": Spec(2, 0, 0.5, apart=True), "policy server": Spec(2, 0, 0.6)},
             2,
-            "server 0 needs 0.6 of 2 GPUs in addition to rank 0, rank 1; let them share a GPU (--policy-gpu",
+            "policy server 0 needs 0.6 of 2 GPUs in addition to rank 0, rank 1; lower their shares of a GPU "
+            "(--policy-gpu-share 0.5 --rollout-gpu-share 0.2), or start fewer processes",
         ),
         (
             {"rank": Spec(2, 0, 0.6, apart=True), "server": Spec(1, 0, 1.0)},
             2,
-            "rank 1 needs 0.6 of 2 GPUs in addition to server 0, rank 0; let them share a GPU",
+            "rank 1 needs 0.6 of 2 GPUs in addition to server 0, rank 0; lower their shares of a GPU",
         ),
+        ({"genrm": Spec(2, 0, 1.0)}, 1, "in addition to genrm 0; lower their shares of a GPU (--genrm-gpu-"),
         ({"rank": Spec(7, 0, 1.0), "server": Spec(1, 0, 2.0)}, 8, "rank 6 needs 1 of 8 GPUs"),
     ],
 )
