@@ -216,7 +216,10 @@ def run(config: Config):
             failed = [result for result in done.values() if result["reward_score"] is None]
             text = f"{len(failed):,} samples have no score, which is more than --max-no-verdict-rate allows"
             last = failed[-1]["reward_extra_info"]
-            raise RuntimeError(f"{text}; fix the cause and pass --resume (last failure: {last})")
+            raise RuntimeError(
+                f"{text}; fix the cause and pass --resume, or, if the function or its settings change, "
+                f"delete {partial} (last failure: {last})"
+            )
 
     def on_result(done):
         if len(done) % (100 + len(rows) // 100) == 0:  # A check reads all results, so checks must be rare.

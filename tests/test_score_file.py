@@ -242,7 +242,9 @@ def test_resume_takes_the_same_data_and_settings_only_and_can_end(tmp_path):
     data = write_jsonl(tmp_path / "responses.jsonl", rows)
     function = Path(shutil.copytree(Path(FAULTS).parent, tmp_path / "functions"), "faults.py")
     config = score_file.Config(data=data, out=out, reward_fn=f"{function}:sync_fault", num_workers=1)
-    with pytest.raises(RuntimeError, match="^3 samples have no score"):
+    with pytest.raises(
+        RuntimeError, match="^3 samples have no score.* its settings change, delete .*partial"
+    ):
         score_file.run(dataclasses.replace(config, max_no_verdict_rate=0.02))
     config.resume = True
     with pytest.raises(ValueError):
