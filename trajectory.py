@@ -668,7 +668,7 @@ class Rollouts:
             behind = CONTENT.join(frames[number + 1 :])
             found = whole.removeprefix(before).removesuffix(behind)
             if before + found + behind != whole or not framed.startswith(ended):
-                raise ValueError(f"reply: the chat template alters {content!r:.60}; call observe() instead")
+                raise ValueError(f"reply: the chat template alters {content!r:.60}; call insert() instead")
             texts += [found, frames[number + 1]]
         return texts
 
@@ -695,7 +695,7 @@ class Rollouts:
         _, found, after = text.partition(start)
         if not found:
             raise ValueError(
-                "reply: the chat template drops the message before the reply; call observe() instead"
+                "reply: the chat template drops the message before the reply; call insert() instead"
             )
         return after
 

@@ -1777,8 +1777,18 @@ MESSAGES = """{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.r
 {% endif %}"""
 ODD_TEMPLATES = {  # the role of the reply, what is replaced in the template, and the error
     "ignores": ("tool", "tool", "tool", "ignores messages with the role 'tool'"),
-    "drops": ("user", "in messages %}", "in messages[-1:] %}", "drops the message before the reply"),
-    "alters": ("user", "m.role }}", "m.role }} {{ messages[-1].content | length }}", "alters '8'"),
+    "drops": (
+        "user",
+        "in messages %}",
+        "in messages[-1:] %}",
+        "drops the message before the reply; call insert()",
+    ),
+    "alters": (
+        "user",
+        "m.role }}",
+        "m.role }} {{ messages[-1].content | length }}",
+        "alters '8'; call insert()",
+    ),
 }
 
 
