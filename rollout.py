@@ -348,7 +348,7 @@ async def request_completion(session, servers, body, headers=None) -> Choice:
     if choice.finish_reason == "length" and len(choice.token_ids) < body["max_tokens"]:
         raise RuntimeError(
             f"policy servers at {address}: a response ended after {len(choice.token_ids)} of "
-            f"{body['max_tokens']} tokens; raise vLLM's --max-model-len"
+            f"{body['max_tokens']} tokens; raise --max-model-len in --rollout-vllm-args, or omit it"
         )
     return choice
 

@@ -216,7 +216,10 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
         dict(max_response_length=9, temperature=0.6, top_p=0.9, eos_ids={1}, rollout_batch_size=1, stop=stop),
     )
     if script[-1] != "fine":
-        failure = {"400": "HTTP 400", "short": "ended after 2 of 9 tokens; raise vLLM's --max-model-len"}
+        failure = {
+            "400": "HTTP 400",
+            "short": "ended after 2 of 9 tokens; raise --max-model-len in --rollout-vllm-args",
+        }
         failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request"}
         failure |= {"filtered": "unknown finish_reason 'content_filter'"}
         with pytest.raises(RuntimeError, match=failure[script[0]]):
