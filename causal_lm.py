@@ -144,8 +144,6 @@ def from_files(kind, source: str, trust_remote_code: bool):
     """Read a model's config or tokenizer. Raises ValueError if transformers cannot read a file."""
     try:
         return kind.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except OSError:  # for instance, there is no such folder
-        raise
     except Exception as error:  # Each check of transformers and tokenizers raises its own type.
         why = " ".join(str(error).split())
         if isinstance(error, ImportError):
@@ -157,7 +155,7 @@ def from_files(kind, source: str, trust_remote_code: bool):
             ) from error
         raise ValueError(
             f"--model {source}: config.json or a file of the tokenizer cannot be read ({why}); if it is "
-            "truncated or was changed, copy it again; if it is newer than transformers, update transformers"
+            "missing, truncated or changed, copy it again; if it is newer than transformers, update that"
         ) from error
 
 

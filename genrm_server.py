@@ -89,9 +89,13 @@ class Config:
                 raise ValueError(f"--{flag} {getattr(self, name)}: must be at least {least}")
         path = Path(self.model).expanduser()
         is_on_hub = self.model.count("/") == 1 and not self.model.startswith((".", "/", "~"))
-        if not (path / "config.json").exists() and (path.exists() or not is_on_hub):
+        is_model = (path / "config.json").exists() and not (path / "starts.jsonl").exists()  # not a run
+        if not is_model and (path.exists() or not is_on_hub):
             flag = "--genrm" if self.flag_prefix == "genrm-" else "--model"
-            raise ValueError(f"{flag} {self.model}: must be a folder with config.json, or a Hub name")
+            raise ValueError(
+                f"{flag} {self.model}: must be a folder with config.json (of a run: checkpoints/step_N), or "
+                "a Hub name"
+            )
         share = f"--{self.flag_prefix}gpu-share {self.gpu_share}"
         if not 0 < self.gpu_share <= 1:
             raise ValueError(f"{share}: must be above 0 and at most 1")
@@ -789,7 +793,9 @@ class RouterProcess(Process):
             self.reserved = reserve_port(config.host, config.port)
         except OSError as error:
             address = f"--host {config.host} --port {config.port}"
-            raise OSError(f"{address}: cannot open this port ({error}); pass another --port") from None
+            raise OSError(
+                f"{address}: cannot open this port ({error}); pass another --port or --host"
+            ) from None
         port = self.reserved.getsockname()[1]
         self.address = router.address_of(config.host, port)
         router.warn_if_open(config.host, config.api_key, say)

@@ -576,7 +576,7 @@ class Run:
                 ) from error
             if re.search("lacks resources|network interface", why):
                 raise
-            remedy = "check that its config.json, its weights and --max-positions belong together"
+            remedy = "check that its weights are not truncated, and fit config.json and --max-positions"
             if self.step:
                 remedy = "if the run started with other settings of the model or LoRA, pass them; if one of "
                 remedy += "its files is truncated, delete the checkpoint to resume from the previous one"

@@ -483,6 +483,13 @@ def test_bad_settings(stand_in, changes, expected, monkeypatch):
         ModelServers(settings(stand_in, **changes))
 
 
+def test_the_folder_of_a_run_is_no_model(tmp_path):
+    for name in ("config.json", "starts.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"--model .*must be a folder .*of a run: checkpoints/step_N"):
+        Config(str(tmp_path)).check()
+
+
 # ---- deaths and restarts
 
 
