@@ -211,7 +211,7 @@ def check_unused(options, names, needed: str) -> None:
         value = getattr(options, name)
         if value != getattr(type(options), name):
             text = " ".join(value) if isinstance(value, tuple) else value
-            raise ValueError(f"{flag(name)} {text}: has no effect without {needed}; pass both")
+            raise ValueError(f"{flag(name)} {text}: has no effect without {needed}; pass both or neither")
 
 
 def json_object(field: str, text: str) -> dict:

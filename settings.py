@@ -239,9 +239,6 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         for needed, names in ONLY_WITH.items():
             if not getattr(self, needed):
                 check_unused(self, names.split(), flag(needed))
-        if self.rollout == "hf":
-            names = "rollout_servers rollout_tensor_parallel rollout_gpu_share rollout_cpus rollout_vllm_args"
-            check_unused(self, names.split(), "--rollout vllm")
         found = re.search("--kv.(transfer.config|offloading.backend(?![= ]+native))", self.rollout_vllm_args)
         if found:
             raise ValueError(
@@ -250,7 +247,11 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                 "keeps them in the CPU's memory"
             )
         if self.rollout != "auto" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
-            self.resolved(0)  # This checks what the kind of rollout requires.
+            if self.resolved(0).rollout == "hf":  # This checks what the kind of rollout requires.
+                names = (
+                    "rollout_servers rollout_tensor_parallel rollout_gpu_share rollout_cpus rollout_vllm_args"
+                )
+                check_unused(self, names.split(), "--rollout vllm")
         for name in ("tensorboard", "wandb"):
             if getattr(self, name) and not find_spec(name):
                 raise ValueError(

@@ -1414,6 +1414,7 @@ def test_a_run_without_verdicts_stops_with_a_word_on_why(workshop, rewards_here)
         (dict(rollout="vllm", val_temperature=3.0), "--temperature, --val-temperature 3: vLLM accepts"),
         (dict(rollout="hf", policy_ranks=2), "--rollout hf: needs the policy in the trainer's process"),
         (dict(rollout="hf", rollout_servers=2), "--rollout-servers 2: has no effect without --rollout vllm"),
+        (dict(rollout="auto", device="cpu", rollout_cpus="0"), "--rollout-cpus 0: has no effect without"),
         (dict(device="cpu", bf16_head=True), "--bf16-head: does not work with --rollout hf"),
         (dict(max_refills=3), "--max-refills 3: has no effect without --dynamic-sampling"),
         (dict(val_file="val.jsonl"), "val_file='val.jsonl': must be a tuple, such as ('val.jsonl',)"),

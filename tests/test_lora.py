@@ -454,5 +454,7 @@ def test_a_scale_and_places_of_adapters_that_there_are_none_of_are_refused():
         (dict(lora_alpha=64), "--lora-alpha 64"),
         (dict(lora_targets=("q_proj",)), "--lora-targets q_proj"),
     ):
-        with pytest.raises(ValueError, match=f"^{shown}: has no effect without --lora-rank; pass both$"):
+        with pytest.raises(
+            ValueError, match=f"^{shown}: has no effect without --lora-rank; pass both or neither$"
+        ):
             config_of(**given).check()
