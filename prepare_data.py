@@ -178,7 +178,9 @@ def check_columns(row: dict, needed, where: str) -> None:
     for column in needed:
         if column not in row:
             names = ", ".join(row)
-            raise ValueError(f"{where}: the column {column!r} is missing; the row has only {names}")
+            raise ValueError(
+                f"{where}: the column {column!r} is missing; the row has only {names}; see docs/data.md"
+            )
     source, extra = row.get("data_source"), row.get("extra_info")
     if not isinstance(source, str):
         raise ValueError(
@@ -323,12 +325,11 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
         columns += "|solution"
     column, answer = _final_answer(raw, columns)
     if source.data_source == "gsm8k":  # The worked solution ends in "#### 1,234".
-        _, mark, answer = answer.rpartition("####")
-        if not mark:
+        _, mark, number = answer.rpartition("####")
+        number = number.strip().replace(",", "")
+        if not (mark and number):
             raise ValueError(f"column {column!r} ends in {answer[-80:]!r}; it must end in '#### ANSWER'")
-        answer = answer.strip().replace(",", "")
-        if not answer:
-            raise ValueError(f"column {column!r} ends in '####'; it must end in '#### ANSWER'")
+        answer = number
     bare = re.sub(r"\\(?:boxed|text|mathrm)|[\\{}$<>()\[\]]", "", answer)
     if NO_ANSWER.fullmatch(bare.strip()):  # The answer says, perhaps in a box, that there is none.
         return None
@@ -453,8 +454,8 @@ def local_files(source: Source, source_dir: Path) -> list[Path]:
     if not files:
         name = source.data_source
         raise OSError(
-            f"--source-dir {source_dir}: there is no file for {name} (split {source.split}); add a "
-            f"file whose name starts with {name}"
+            f"--source-dir {source_dir}: there is no file for {name} (split {source.split}); add one, such "
+            f"as {name}_{source.split}.jsonl"
         )
     return files
 

@@ -72,8 +72,8 @@ BLOCKED_S = 5.0  # After this time without a response from a worker, the manager
 WEDGED_S = 20.0  # After the timeout plus this time without a response, the manager kills the worker.
 GIVE_UP_AFTER = 5  # A call that is lost more than this many times gets the status "error".
 OVERLOADED = (
-    "a reward worker does not respond: the machine seems to be overloaded; end other programs, or lower "
-    "--sync-processes"
+    "a reward worker does not respond: the machine seems to be overloaded; end other programs, or pass "
+    "--sync-processes 1"
 )
 BLOCKED = (
     "a reward worker does not respond: its async reward function blocks the event loop, or the machine is "
@@ -669,7 +669,7 @@ def plan_call(options: RewardOptions, addresses: dict[str, str]) -> Job:
     except TypeError as error:
         raise ValueError(
             f"--reward-fn {spec}: cannot be called as a reward function ({error}); pass "
-            "--reward-kwargs or a reward model, or write an adapter (see "
+            "or correct --reward-kwargs, pass a reward model, or write an adapter (see "
             "docs/reward_functions.md)"
         ) from None
     # Loading a tokenizer takes seconds. Our functions have an optional one only because verl passes it.
@@ -1073,7 +1073,7 @@ def memory_kills() -> list[str]:
             if process.exit_type == common_pb2.NODE_OUT_OF_MEMORY and process.job_id.hex() == job:
                 report = re.sub(r", ID: \w+", "", process.exit_detail.partition("\n")[0])
                 complaints.append(
-                    f"out of memory. Ray reports: {report}; end other programs, or lower "
-                    "--num-workers and --sync-processes"
+                    f"out of memory. Ray reports: {report}; end other programs, or pass "
+                    "--num-workers 1 --sync-processes 1"
                 )
     return complaints

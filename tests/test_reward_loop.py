@@ -977,7 +977,7 @@ def test_start_rewards_starts_the_models_and_ends_all(local_ray, serve, tmp_path
         ({"reward_fn": f"{FAULTS}:nothing"}, "no function nothing; it defines act, sync_fault"),
         (
             {"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"penlty": 1}},
-            "unexpected keyword argument 'penlty'",
+            "unexpected keyword argument 'penlty'.; pass or correct --reward-kwargs",
         ),
         (
             {"reward_fn": f"{FAULTS}:sync_fault", "reward_kwargs": {"ground_truth": 1}},
@@ -2003,7 +2003,7 @@ def test_workers_that_ray_kills_for_memory_are_out_of_memory(tmp_path):
     line = ended.stderr.rpartition("\nRuntimeError: ")[2]
     assert ended.returncode == 1, ended
     assert "a reward worker cannot be started: out of memory. Ray reports: " in line
-    assert "GB used" in line and "lower --num-workers" in line
+    assert "GB used" in line and "pass --num-workers 1" in line
 
 
 # ---- judges that are down

@@ -237,7 +237,7 @@ def model_name(config: Config) -> str:
     except Exception as error:  # The address may belong to another kind of server.
         raise OSError(
             f"--router-address {config.router_address}: cannot get the model name "
-            f"({error!r}); check that the judge is running, or pass --model"
+            f"({error!r}); check that the judge is running; if it lists no models, pass --model"
         ) from error
     return only_model(cards, config.router_address, "--model NAME")["id"]
 
