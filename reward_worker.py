@@ -370,7 +370,7 @@ def as_json(value):
 def outcome(value) -> tuple[float | None, dict, str]:
     """Return the score, the extra info and the status of one response."""
     extra = dict(value) if isinstance(value, dict) else {"score": value}
-    score = extra.get("score", "missing")
+    score = extra.get("score", "missing from the result")
     if extra.pop("overlong_penalty", None) is not None:
         complaint = "the key overlong_penalty belongs to the trainer's length penalty; use another name"
     elif score is None:

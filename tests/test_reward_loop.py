@@ -386,7 +386,7 @@ OUTCOMES = {  # response -> (score, status, part of the extra info or of the err
     "infinite": (None, "error", "inf"),
     "string": (None, "error", "'1.0'"),
     "list": (None, "error", "[1.0]"),
-    "no_score": (None, "error", "'missing'"),
+    "no_score": (None, "error", "'missing from the result'"),
     "score_string": (None, "error", "'1'"),
     "own_penalty": (None, "error", "the key overlong_penalty belongs to the trainer's length penalty"),
     "raise": (None, "error", "KeyError: 'no such thing' (faults.py:"),
