@@ -249,11 +249,12 @@ def compare(server: str, sent: dict[str, list[int]], held: list[dict[str, list[i
     same = set()
     for name, (size, row, total) in sent.items():
         parts = [sums[name] for sums in held if name in sums]
-        size_held = sum(part[0] for part in parts)
-        if parts and all(part[0] == size for part in parts):  # copies
-            is_same = all(part[2] == total for part in parts)
-        elif size <= size_held < size + PADDING * row:  # shards, or one padded tensor
-            is_same = sum(part[2] for part in parts) % 2**16 == total
+        sizes = [part[0] for part in parts]
+        totals = [part[2] for part in parts]
+        if set(sizes) == {size}:  # copies
+            is_same = set(totals) == {total}
+        elif size <= sum(sizes) < size + PADDING * row:  # shards, or one padded tensor
+            is_same = sum(totals) % 2**16 == total
         else:  # Nothing of this name is held, or shards that overlap.
             continue
         if is_same:
