@@ -338,6 +338,8 @@ ALL_ADVANTAGES = {
     "vppo": worked("vppo", prefix_cut=0),
     "terms": terms(acc=1, flawed_positive=-0.5),
     "steps": worked("steps"),
+    "progress": worked("progress"),
+    "floored": worked("floored"),
     "spare_good_prefix": worked("spare_good_prefix"),
     "spare_good_prefix of progress": worked("spare_good_prefix", advantage="progress"),
     "spare_good_prefix of floored": worked("spare_good_prefix", advantage="floored"),
@@ -365,6 +367,11 @@ def token_advantages(groups, options):
         else:
             found.append(sample.token_advantages or [sample.advantage] * 5)
     return found
+
+
+def test_every_worked_example_is_among_them():
+    listed = re.findall(r"^    (\w+)  +", advantages.__doc__, re.M)
+    assert listed and set(listed) <= ALL_ADVANTAGES.keys()
 
 
 @pytest.mark.parametrize("name", ALL_ADVANTAGES)
