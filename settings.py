@@ -252,13 +252,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
                     "rollout_servers rollout_tensor_parallel rollout_gpu_share rollout_cpus rollout_vllm_args"
                 )
                 check_unused(self, names.split(), "--rollout vllm")
-        for name in ("tensorboard", "wandb"):
-            if getattr(self, name) and not find_spec(name):
-                raise ValueError(
-                    f"--{name}: needs the package {name}, which is not installed; run pip install {name}"
-                )
-        if self.wandb:
-            check_wandb()
+        check_loggers(self)
         self.make_job()  # This checks all numbers and the settings of the rewards, and loads the function.
         for name in ("advantage_kwargs", "loss_kwargs"):
             json_object(name, getattr(self, name))
@@ -329,9 +323,14 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
         return replace(self, device=device, rollout=rollout, tis_cap=tis_cap)
 
 
-def check_wandb() -> None:
-    """Raise ValueError if W&B has no API key and cannot ask for one."""
-    if os.environ.get("WANDB_MODE", "online") != "online":
+def check_loggers(config: Config) -> None:
+    """Raise ValueError if a package is missing, or if W&B has no API key and cannot ask for one."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and not find_spec(name):
+            raise ValueError(
+                f"--{name}: needs the package {name}, which is not installed; run pip install {name}"
+            )
+    if not config.wandb or os.environ.get("WANDB_MODE", "online") != "online":
         return
     import wandb  # here, because it takes seconds
 
