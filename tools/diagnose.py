@@ -182,7 +182,9 @@ def small_term(samples: list[dict]) -> dict[str, float | str]:
     count = len(small) + len(others)
     if count < 8 or not small or not others:
         return {}
-    weights = [fmean(abs(one["advantage"]) for group in some for one in group) for some in (small, others)]
+    weights = []
+    for some in (small, others):
+        weights.append(fmean(abs(one["advantage"]) for group in some for one in group))
     return {
         "small_term/groups": len(small) / count,
         "small_term/weight": weights[0] / max(weights[1], 1e-9),
