@@ -2,6 +2,9 @@
 
     gone = send(served_weights(policy, torch.bfloat16), {node: actor})  # WeightFolder actors (weight_sync.py)
 
+A sync of 0.5 GB of bf16 weights takes 0.2 s of CPU time with one node, 1.3 s with two and 2.8 s with four
+(Ray nodes on one machine). With safetensors.torch.save and a call of all nodes at once, it took 0.9, 2.0 and
+4.5 s.
 Not covered: transfer between GPUs (NCCL, CUDA IPC), new weights during a response.
 """
 
