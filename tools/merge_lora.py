@@ -37,13 +37,8 @@ class Config:
     trust_remote_code: bool = False  # Allow running Python code that comes with the base model.
 
 
-def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
-    """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`.
-
-    A checkpoint without a tokenizer gets that of the base model.
-    Raises ValueError if `checkpoint` has no adapters that can be merged, or if `out` is a file or one of the
-    two inputs, and OSError if the disk is full.
-    """
+def base_model_of(checkpoint: Path, model: str) -> str:
+    """Return `model`, or else the base model that the adapters name. Raises ValueError without adapters."""
     adapters = checkpoint / "adapter_config.json"
     if not adapters.is_file():
         raise ValueError(
@@ -57,6 +52,17 @@ def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_c
         raise ValueError(
             f"{checkpoint}: adapter_config.json names no base model ({error!r}); pass --model"
         ) from error
+    return base
+
+
+def merge(checkpoint: Path, out: Path, model="", max_positions=0, trust_remote_code=False) -> None:
+    """Merge the adapters of a checkpoint into the base model, and write it and the tokenizer to `out`.
+
+    A checkpoint without a tokenizer gets that of the base model.
+    Raises ValueError if `checkpoint` has no adapters that can be merged, or if `out` is a file or one of the
+    two inputs, and OSError if the disk is full.
+    """
+    base = base_model_of(checkpoint, model)
     is_input = out.resolve() == Path(base).resolve() or (out / "adapter_config.json").exists()
     if is_input or out.is_file():
         raise ValueError(

@@ -323,9 +323,8 @@ def shop_judge_phases(rng: Random):
 
     In all phases but one, a quarter of the texts are solutions without a tool, because the judge must add
     instead of copying. It learns to list the deals before it sees trajectories, because otherwise it would
-    copy the policy's items. Before it writes whole critiques, it learns single parts of them: the sums with
-    their quotes, then the quotes of items and their verdicts. A judge that had to learn all tokens of a
-    critique at once learned to compare items only by chance.
+    copy the policy's items. Before whole critiques, it learns parts of them: the sums with their quotes, then
+    the quotes of items and their verdicts. Otherwise, it would learn to compare items only by chance.
     """
 
     def add():
