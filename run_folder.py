@@ -439,7 +439,7 @@ def readable(info: dict) -> dict:
     for key, value in info.items():
         try:
             json.dumps(value)
-        except (TypeError, ValueError, RecursionError):  # a set, keys that are tuples, a list in itself
+        except (TypeError, ValueError):  # a set, keys that are tuples, a list in itself
             value = str(value)
         shown[str(key)] = value
     return shown

@@ -420,7 +420,7 @@ class ThreadCall(Future):
     def cancel(self):
         """Cancel the call. If it is running, another thread takes the place of its thread, which may hang."""
         is_cancelled = super().cancel()
-        if self.running() and not self.is_abandoned:
+        if self.running():
             self.is_abandoned = True
             self.threads.start_one()
         return is_cancelled

@@ -218,7 +218,7 @@ def weight_sums(weights) -> dict[str, list[int]]:
     sums = {}
     for name, tensor in weights:
         # vLLM replaces weights that it repacks by empty tensors.
-        if tensor.is_floating_point() and tensor.itemsize >= WORD.itemsize and tensor.numel():
+        if tensor.itemsize >= WORD.itemsize and tensor.numel():
             words = tensor.detach().reshape(-1).view(WORD)
             # The sum may overflow. A sum of larger integers would need a copy of the tensor.
             total = words.sum(dtype=WORD).item() % 2**16

@@ -297,13 +297,11 @@ def start_server(folders, port: int = 0, max_mb: float = 8.0) -> ThreadingHTTPSe
                     return self.send_error(404)
             except (OSError, ValueError) as error:
                 return self.send_error(500, "cannot read the run", str(error))
-            content = body.encode("utf-8", errors="replace")
             self.send_response(200)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(body.encode("utf-8", errors="replace"))
 
         def log_message(self, *_):
             pass  # A log line per poll would hide all other output.
@@ -321,7 +319,7 @@ def main() -> None:
     with one_line_errors():
         if config.serve:
             with start_server(config.folders, config.port, config.max_mb) as server:
-                print(f"page: http://127.0.0.1:{server.server_port}/ (press Ctrl-C to stop)", flush=True)
+                print(f"page: http://127.0.0.1:{server.server_port}/ (press Ctrl-C to stop)")
                 server.serve_forever()
         out = write_page(config.folders, config.out, config.max_mb)
         print(f"page: {out} ({1e-6 * out.stat().st_size:.1f} MB); open it in a browser")
