@@ -356,10 +356,10 @@ class Run:
             )
         except ValueError as error:
             page = "docs/rollouts.md"
-            if config.genrm and "argument: 'reward_router_address" in str(error):
+            if "argument: 'reward_router_address" in str(error):
                 page += (
-                    ". With --reward-mode colocate, the judges of --genrm may sleep during rollouts, so "
-                    "the function gets no address"
+                    ". Pass --router-address or --genrm. With --reward-mode colocate, the judges of --genrm "
+                    "may sleep during rollouts, so the function gets no address"
                 )
             raise ValueError(f"--rollout-fn {config.rollout_fn}: {error}; see {page}") from error
         self.check_added_texts(options)

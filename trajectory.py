@@ -326,9 +326,10 @@ class Trajectory:
         if error is not None and not isinstance(error, NoRoom):
             return error_line(error, self._runner.file)
         if not any(self._sample.loss_mask):
-            if self._sample.truncated:
-                return "the function used all tokens before the policy wrote any; raise --max-response-length"
-            return "the function ended before the policy wrote anything; await trajectory.generate()"
+            return (
+                "the function ended or used all tokens before the policy wrote any; await "
+                "trajectory.generate() first, or raise --max-response-length"
+            )
         if not isinstance(self.info, dict):
             return f"trajectory.info is a {type(self.info).__name__}; it must be a dict"
         try:  # Tasks that the function left running cannot change this copy.

@@ -1333,7 +1333,10 @@ def test_too_many_failures_stop_the_run_and_show_the_first(limit, world):
         (dict(rollout_kwargs="[]"), "--rollout-kwargs"),
         (dict(rollout_fn=None, rollout_kwargs='{"cost": 1}'), "--rollout-fn"),
         (dict(rollout_fn="/nowhere.py:f"), "--rollout-fn /nowhere.py:f: the file /nowhere.py does not exist"),
-        (dict(function="asks_the_judge"), "--rollout-fn .*reward_router_address"),
+        (
+            dict(function="asks_the_judge"),
+            "--rollout-fn .*reward_router_address.* Pass --router-address or --genrm",
+        ),
         (
             dict(function="asks_the_judge", genrm=("toy/models/judge",), reward_mode="colocate"),
             "--rollout-fn .*reward_router_address.* With --reward-mode colocate, the judges .* may sleep",
