@@ -522,6 +522,8 @@ def dropped(logprobs, log_ratio, advantages, mask):
     return -advantages * log_ratio.exp() * (torch.rand_like(mask) < 0.5)
 
 def of_means(logprobs, log_ratio, advantages, mask):
+    if not advantages.any():
+        return torch.zeros_like(mask)  # without a gradient
     lengths = mask.sum(1, keepdim=True)
     return -advantages * (log_ratio * mask).sum(1, keepdim=True) / lengths * mask
 """

@@ -1108,6 +1108,7 @@ def test_gradient_checkpointing_keeps_fewer_activations_and_changes_nothing(mode
             norms.append(policy.update(groups_of(samples), lr=1e-3)["actor/grad_norm"])
         saved.append(count["numbers"])
         assert not policy.model.training and not any(module.training for module in policy.model.modules())
+        assert policy.model.shares_prompts and policy.model.model.layers[0].forward.__name__ == "forward"
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and saved[1] < 0.7 * saved[0]
 
 
@@ -1125,6 +1126,8 @@ def test_a_weight_takes_sixteen_bytes_between_updates_and_servers_get_two(model)
         assert {tensor.dtype for tensor in held} == {torch.float32}
         assert sum(tensor.nbytes for tensor in held) == expected * sum(weight.numel() for weight in weights)
         assert {weight.dtype for _, weight in policy.weights(torch.bfloat16)} == {torch.bfloat16}
+        policy.release_memory()  # Judges that wake up need it.
+        assert all(weight.grad is None for weight in weights)
 
 
 def test_a_model_that_cannot_be_sampled_in_this_process_is_refused_by_name():

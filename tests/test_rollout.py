@@ -220,7 +220,7 @@ def test_a_connection_that_is_cut_in_the_middle_is_tried_again_and_a_refusal_is_
             "400": "HTTP 400",
             "short": "ended after 2 of 9 tokens; raise --max-model-len in --rollout-vllm-args",
         }
-        failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request"}
+        failure |= {"hang": "interrupted during rollouts", "abort": "the server aborted the request$"}
         failure |= {"filtered": "unknown finish_reason 'content_filter'"}
         with pytest.raises(RuntimeError, match=failure[script[0]]):
             rollout.rollout_vllm(servers, [sample], **settings)

@@ -337,6 +337,7 @@ def test_the_chat_template_gets_the_tools_of_a_row(tmp_path, tokenizer, capsys, 
     row = rows_of(tmp_path, tokenizer, WITH_TOOLS, tools=tools, as_json=as_json)[-1]
     text = "<user>What is 2+3?<end><assistant>"
     assert tokenizer.decode(row["prompt_ids"]) == (f"<tools>{shown}" if shown else "") + text
+    assert not capsys.readouterr().out
     rows_of(tmp_path, tokenizer, CHATML, tools=tools, as_json=as_json)
     said = f"{tmp_path}/rows.{'jsonl' if as_json else 'parquet'}: the chat template ignores the column tools"
     assert (said in capsys.readouterr().out) is bool(shown)
@@ -567,6 +568,18 @@ def test_results_of_a_run_whose_checkpoints_are_gone_are_kept(
         expected = pytest.raises(ValueError, match=message)
     settings = dict(resume=resume, total_steps=total_steps, val_file=(str(tmp_path / "train.parquet"),))
     with expected:
+        prepared(tmp_path, model, tokenizer, **settings)
+
+
+def test_an_evaluation_is_kept_and_one_that_was_interrupted_is_repeated(tmp_path, model, tokenizer):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"total_steps": 0}')
+    settings = dict(total_steps=0, val_file=(str(tmp_path / "train.parquet"),))
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    prepared(tmp_path, model, tokenizer, **settings).lock.close()
+    (run / "metrics.jsonl").write_text('{"step": 0, "val/toy/mean@1": 0.5}\n')
+    with pytest.raises(ValueError, match="^--out-dir .*run: already contains an evaluation; pass another"):
         prepared(tmp_path, model, tokenizer, **settings)
 
 

@@ -537,7 +537,8 @@ def test_samples_jsonl_has_the_advantages_of_tokens_in_runs():
     row = {"prompt": [{"content": "2+2?"}], "reward_model": {"ground_truth": "4"}}
     sample = Sample(row, [1], [2, 3, 4], text="abc", advantage=-1.0, truncated=False)
     sample.turns = 2 * [{"who": "policy", "text": "", "tokens": 1}]
-    assert "token_advantages" not in run_folder.line_of(sample, None)
+    line = run_folder.line_of(sample, None)
+    assert "token_advantages" not in line and line["turns"] == sample.turns
     sample.token_advantages = [0.5, 0.5, -1.0]
     assert run_folder.line_of(sample, None)["token_advantages"] == [[2, 0.5], [1, -1.0]]
 
@@ -728,8 +729,8 @@ def test_tensorboard_shows_each_step_once_after_a_restart(tmp_path, restarts_pro
 def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, capsys):
     import wandb
 
-    run = WandbRun()
-    monkeypatch.setattr(wandb, "init", lambda **settings: run)
+    run, ids = WandbRun(), []
+    monkeypatch.setattr(wandb, "init", lambda **settings: ids.append(settings["id"]) or run)
     config = config_of(out_dir=str(tmp_path), wandb=True)
     expected = []
 
@@ -756,6 +757,11 @@ def test_wandb_gets_the_steps_that_a_resumed_run_repeats(tmp_path, monkeypatch, 
     log = run_folder.Log(config, 6)
     write(log, (7,), 5)
     assert run.lines == expected and "W&B" not in capsys.readouterr().out
+    assert len(ids) == 4 and len(set(ids)) == 1
+    (tmp_path / "wandb_id").unlink()  # The steps so far were without --wandb.
+    for step in (6, 0):
+        run_folder.Log(config, step)
+    assert len(set(ids)) == 3
 
 
 @pytest.mark.parametrize(

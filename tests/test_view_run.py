@@ -856,6 +856,8 @@ def fetched(address, **headers):
     request = urllib.request.Request(address, headers=headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through HTTP_PROXY
     with direct.open(request, timeout=60) as answer:
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert "charset=utf-8" in answer.headers["Content-Type"]
         return answer.read().decode()
 
 

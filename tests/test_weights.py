@@ -139,6 +139,10 @@ def test_a_write_without_room_names_the_node_and_a_remedy(tmp_path, monkeypatch)
     where = f"for the weights in {folder.path} on {socket.gethostname()}; enlarge {tmp_path} there"
     with pytest.raises(OSError, match=f"No space left on device {where}"):
         folder.finish(1)
+    monkeypatch.setattr(folder, "file_of", lambda number: tmp_path)
+    folder.add(0, b"1")
+    with pytest.raises(IsADirectoryError):
+        folder.finish(1)
 
 
 @pytest.mark.parametrize("error, lines", [(0, 0), (1, 1)])
@@ -261,6 +265,7 @@ def test_a_server_with_another_weight_is_noticed_however_its_workers_share_the_w
     sent, zeros = {}, torch.zeros(58, 8, dtype=dtype)  # vLLM pads 6 rows to 64.
     whole = {name: torch.randn(6, 8).to(dtype) for name in ("head", "down", "norm", "q_proj", "other_dtype")}
     whole["down"] = whole["down"].T
+    whole["merged_zeros"] = torch.zeros(6, 8, dtype=dtype)  # A sum of 0 is not that of nothing.
     for name, tensor in summed(whole.items(), sent):
         assert tensor is whole[name]
     copies = {"norm": whole["norm"], "other_dtype": whole["other_dtype"].half()}
