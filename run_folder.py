@@ -684,9 +684,9 @@ def reward_metrics(samples: list) -> dict:
     if seconds:
         metrics["reward/seconds_mean"] = mean(seconds)
         metrics["reward/seconds_max"] = max(seconds)
-    asked = [info for info in infos if str(info.get("genrm_status", "skipped")) != "skipped"]
+    asked = [info for info in infos if info.get("genrm_status", "skipped") != "skipped"]
     if asked:
-        statuses = [str(info["genrm_status"]) for info in asked]  # The function may return anything.
+        statuses = [info["genrm_status"] for info in asked]
         shared = [info.get("genrm_shared") for info in asked]
         metrics["genrm/asked"] = len(asked)
         metrics["genrm/error_rate"] = 1 - statuses.count("ok") / len(asked)

@@ -219,7 +219,7 @@ def weight_sums(weights) -> dict[str, list[int]]:
     for name, tensor in weights:
         # vLLM replaces weights that it repacks by empty tensors.
         if tensor.itemsize >= WORD.itemsize and tensor.numel():
-            words = tensor.detach().reshape(-1).view(WORD)
+            words = tensor.reshape(-1).view(WORD)
             # The sum may overflow. A sum of larger integers would need a copy of the tensor.
             total = words.sum(dtype=WORD).item() % 2**16
             row = tensor.shape[-1] if tensor.dim() > 1 else 1
