@@ -519,7 +519,7 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path, 
     sample = scored(1.0, row, "one\u2028two\x85three", said="\ud83d")
     itself = []
     itself.append(itself)
-    sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}, "itself": itself, 7: [1.5]}
+    sample.seed, sample.info = 5, {"board": {(0, 1): "x"}, "moves": {1}, "itself": itself, (7, 8): [1.5]}
     run_folder.Log(config, step=0).samples(1, "train", [[sample]], None)
     run_folder.Log(config, step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text("utf-8").rstrip("\n").split("\n")
@@ -529,7 +529,7 @@ def test_lines_are_kept_whole_whatever_line_separators_a_model_writes(tmp_path, 
     )
     joined = {key: json.loads(line)[key] for key in ("file", "row", "seed", "extra_info")}
     # JSON has no tuples as keys, no sets, and no list in itself.
-    info = {"board": "{(0, 1): 'x'}", "moves": "{1}", "itself": "[[...]]", "7": [1.5]}
+    info = {"board": "{(0, 1): 'x'}", "moves": "{1}", "itself": "[[...]]", "(7, 8)": [1.5]}
     assert joined == {"file": "data/a, row 3.jsonl", "row": 12, "seed": 5, "extra_info": info}
 
 

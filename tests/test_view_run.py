@@ -864,7 +864,8 @@ def fetched(address, **headers):
 def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
     run, address = served
     before = fetched(address + "version")
-    assert "the first prompt" in fetched(address) and before in fetched(address)
+    page = fetched(address)
+    assert "the first prompt" in page and before in page and "connect-src 'self'" in page
     with open(run / "samples.jsonl", "a") as file:
         file.write(json.dumps(line(step=2, prompt="the second prompt")) + "\n")
     assert fetched(address + "version") != before
@@ -875,6 +876,8 @@ def test_a_served_page_follows_its_run_and_nobody_else_can_read_it(served):
         assert refused.value.code == code
     for host in ("127.0.0.1", "localhost"):  # Browsers omit port 80.
         assert fetched(address + "version", Host=host) == fetched(address + "version")
+    (run / "samples.jsonl").unlink()
+    assert "the first prompt" not in fetched(address)
     with pytest.raises(ValueError, match="contains no run"):
         view_run.start_server([run / "checkpoints"])
     port = int(address.split(":")[2].strip("/"))
