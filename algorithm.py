@@ -388,7 +388,7 @@ def compute_policy_loss(
         loss_B_T, is_clipped = loss_B_T
         sums["clipped_tokens"] = (is_clipped * mask).sum()
     if tis_cap is not None:
-        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).detach().exp()
+        weight = torch.where(mask > 0, old_logprobs - rollout_logprobs, 0.0).exp()
         sums["tis_capped_tokens"] = ((weight > tis_cap) * mask).sum()
         weight = weight.clamp(max=tis_cap)
         sums["tis_sum"] = (weight * mask).sum()

@@ -76,8 +76,7 @@ def header_of(tensors: dict) -> bytearray:
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes
-        shape = list(tensor.shape)
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # Tensors must be aligned to the size of their elements.
