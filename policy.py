@@ -440,7 +440,7 @@ class Policy:
             tensors = {}
             for name, tensor in of_layer:
                 is_exact = name.endswith(FLOAT32_NAMES)
-                tensor = tensor.detach().to(self.device, None if is_exact else dtype)
+                tensor = tensor.to(self.device, None if is_exact else dtype)
                 tensors[name] = gather_full(tensor)  # Casting first leaves less to gather.
             yield from revert_weight_conversion(self.model, tensors).items()
 
