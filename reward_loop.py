@@ -619,7 +619,7 @@ class RewardLoopManager:
         self._unfinished.discard(call)
         outcomes = itertools.cycle(outcomes)  # A failed call has one outcome for all samples.
         for future, (score, extra, status) in zip(call.futures, outcomes):
-            if status in ("error", "timeout"):
+            if status in ("error", "timeout") and len(self._warnings) < 10:  # Each sample's error may differ.
                 self._warn_once(f"a sample got no score ({status}): {extra['error']}")
             values = {
                 "reward_score": score,
@@ -631,8 +631,8 @@ class RewardLoopManager:
                 future.set_result(values)
 
     def _warn_once(self, text: str):
-        """Log a warning once. After ten different warnings, no more are logged."""
-        if text not in self._warnings and len(self._warnings) < 10:
+        """Log a warning once."""
+        if text not in self._warnings:
             self._warnings.add(text)
             log.warning(text)
 
