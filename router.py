@@ -231,7 +231,7 @@ class Worker:
 
 def say(text: str) -> None:
     with contextlib.suppress(OSError):  # A closed terminal or a full disk must not stop the router.
-        print(f"{time.strftime('%H:%M:%S')} router: {text}", file=sys.stderr, flush=True)
+        print(f"{time.strftime('%m-%d %H:%M:%S')} router: {text}", file=sys.stderr, flush=True)
 
 
 def is_well_formed(record: logging.LogRecord) -> bool:
