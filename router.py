@@ -666,8 +666,6 @@ class Router:
         timed_out = isinstance(error, TimeoutError) or getattr(error, "errno", 0) == errno.ETIMEDOUT
         if timed_out and worker.hangs:
             return "alive"
-        if timed_out and worker.is_silent:
-            return "silent"
         if worker.polls_failed or not (await self.get_health(worker, may_join=False))[0]:
             self.set_health(worker, False, f"{problem}, and its health check fails")
             if worker.is_silent and not error:  # The server answered; only its health check is slow.
@@ -756,7 +754,7 @@ class Router:
         except (aiohttp.ClientError, OSError) as error:
             if time.monotonic() >= deadline - CLOCK_ERROR:
                 self.count_unanswered(kind, begun)
-            if response is None or not response.prepared:
+            if response is None:
                 raise
             raise asyncio.CancelledError from error  # This closes the client's connection.
         finally:

@@ -1455,6 +1455,9 @@ async def test_a_malformed_request_is_answered_and_does_not_show_its_key(caplog)
         writer.close()
         assert (await it.ask("GET", "/health"))[0] == 200
     assert "s3cret" not in caplog.text
+    for error in (None, ValueError("?")):  # Other records stay.
+        logging.getLogger("aiohttp.server").error("another problem: %s", error, exc_info=error)
+        assert f"another problem: {error}" in caplog.text
 
 
 @in_a_loop
