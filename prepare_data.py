@@ -130,7 +130,7 @@ def read_rows(path: Path, needed=()) -> list[dict]:
         raise ValueError(
             f"{path}: the file does not exist; check the path, or write the file with prepare_data.py"
         )
-    place = str(path)
+    place = path
     rows = []
     try:
         if kind == ".parquet":
@@ -347,7 +347,7 @@ def build_math(raw: dict, source: "Source", seed: int) -> dict | None:
 
 def build_gpqa(raw: dict, source: "Source", seed: int) -> dict:
     """Build a row with four choices. Their order depends only on the seed and the question."""
-    question = str(_pick(raw, "Question"))
+    question = _pick(raw, "Question")
     columns = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
     choices = {column: str(_pick(raw, column)).strip() for column in columns}
     # Names of columns are shuffled because two choices may have the same text.
@@ -384,7 +384,7 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
     problem = _text(raw, "problem")
     steps = _pick(raw, "steps")
     if type(steps) is not list or not all(isinstance(step, str) for step in steps):
-        raise ValueError(f"column 'steps' is {str(steps)[:80]!r}; it must be a list of strings")
+        raise ValueError(f"column 'steps' is {steps!r:.80}; it must be a list of strings")
     is_correct = _pick(raw, "final_answer_correct")
     if is_correct not in (True, False):
         raise ValueError(f"column 'final_answer_correct' is {is_correct!r:.80}; it must be true or false")
@@ -397,7 +397,6 @@ def build_processbench(raw: dict, source: "Source", seed: int) -> dict:
         whole_number(_pick(raw, "label")),
         "math_critic",
         total_steps=len(steps),
-        question_index=None,
         subset=str(_pick(raw, "id")).rsplit("-", 1)[0],
         final_answer_correct=bool(is_correct),
     )
@@ -581,7 +580,7 @@ def write_made(spec: str, config: Config) -> dict[str, int]:
     task, _, text = task.partition(":")
     settings = {"seed": config.seed}
     try:
-        settings |= dict(json.loads(text or "{}"))
+        settings |= json.loads(text or "{}")
     except (ValueError, TypeError) as error:
         raise ValueError(f"--tasks {spec}: {text} is not a JSON object ({error}); correct it") from error
     maker = importlib.import_module(MAKERS[name])

@@ -417,6 +417,8 @@ def critic_row(truth=0, **extra) -> dict:
         ("fapo_critic.jsonl", critic_row(question_index="q-12"), r"critic.jsonl, row 0: .*convert 'q-12'"),
         ("fapo_critic.jsonl", critic_row(question_index=2**70), r"critic.jsonl, row 0: .*too large"),
         ("fapo_critic.jsonl", critic_row(question_index=True), r"critic.jsonl, row 0: .*got bool"),
+        ("fapo_critic.jsonl", critic_row() | {"prompt": []}, r"critic.jsonl, row 0: "),
+        ("fapo_critic.jsonl", critic_row() | {"data_source": 7}, r"critic.jsonl, row 0: "),
         (
             "math500.jsonl",
             {"problem": "half \ud83d", "answer": "1"},
@@ -490,7 +492,7 @@ def test_a_truth_that_is_not_one_answer_is_named(tmp_path, columns, message):
 
 def test_rows_whose_answer_says_that_there_is_none_are_left_out(tmp_path, capsys):
     words = ["proof", "Proof.", "notfound", "not found", "N/A", "n/a", "\\text{None}", "?"]
-    words.append("no_answer_extracted")
+    words += ["no_answer_extracted", "\\boxed{\\text{ none }}"]
     answers = ["2", *words, "\\text{no solution}", "-1", "Na"]
     write_jsonl(tmp_path / "math-dapo.jsonl", [{"problem": "1+1?", "answer": answer} for answer in answers])
     prepare(Config(tasks=["dapo"], source_dir=tmp_path, out_dir=tmp_path / "out"))
@@ -503,6 +505,13 @@ def test_rows_whose_answer_says_that_there_is_none_are_left_out(tmp_path, capsys
     write_jsonl(tmp_path / "math-dapo.jsonl", [{"problem": "1+1?", "answer": "proof"}])
     with pytest.raises(ValueError, match="row 0: this row and all others have no answer"):
         prepare(Config(tasks=["dapo"], source_dir=tmp_path, out_dir=tmp_path / "none"))
+
+
+def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    message = "^--tasks reasoning_gym:gcd: .*reasoning_gym.*; run pip install -r requirements-extra.txt$"
+    with pytest.raises(OSError, match=message):
+        prepare(Config(tasks=["reasoning_gym:gcd"], out_dir=tmp_path))
 
 
 def test_nothing_after_the_mark_of_gsm8k_is_no_answer(tmp_path):

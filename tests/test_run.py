@@ -234,6 +234,7 @@ def rows_of(folder, tokenizer, template=CHATML, **columns):
         ([{"role": "user", "content": None}], "a user message with the content None"),
         ([{"role": "user", "content": 5}], "a user message with the content 5"),
         ([{"role": "user", "content": [{"type": "image"}]}], "a string or a list of text parts"),
+        ([{"role": "user", "content": ["a", "b"]}], "a user message with the content ['a', 'b']"),
         ([{"role": "user", "content": " "}], "the chat template drops the last message"),
     ],
 )
@@ -310,12 +311,13 @@ def test_nested_keys_that_a_table_added_are_dropped(tmp_path, tokenizer, table, 
     template = "{% for message in messages %}"
     template += "{{ (message.tool_calls or []) | tojson }}{{ message.content }}{% endfor %}"
     other = {"name": "look", "arguments": {"up": [None, "x"], "b": None}}
-    calls = CALLS | {"tool_calls": [ADD, other]}
-    row = rows_of(tmp_path, tokenizer, template, prompt=[calls, ASKED], table=table, as_json=as_json)[-1]
+    calls, said = CALLS | {"tool_calls": [ADD, other]}, CALLS | {"content": "I add."}
+    prompt = [calls, said, ASKED]
+    row = rows_of(tmp_path, tokenizer, template, prompt=prompt, table=table, as_json=as_json)[-1]
     if not as_json:
         del other["arguments"]["b"]
     expected = CALLS | {"content": "", "tool_calls": [ADD, other]}
-    assert row["prompt"] == [expected, ASKED]
+    assert row["prompt"] == [expected, said, ASKED]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}]
