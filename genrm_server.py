@@ -734,9 +734,9 @@ class Process:
             return f"{first[0]}\n[...]\n{last}"
         return last
 
-    def last_lines(self, text: str = "", count: int = 25) -> str:
-        """Return the last log lines that contain `text`, since the child's latest start."""
-        return "\n".join([line for line in self.lines() if text in line][-count:])
+    def last_line(self, text: str) -> str:
+        """Return the last log line that contains `text`, since the child's latest start, or an empty text."""
+        return "".join([line for line in self.lines() if text in line][-1:])
 
     def lines(self) -> list[str]:
         """Return the log lines since the child's latest start."""

@@ -481,7 +481,7 @@ class PolicyServers:
             self.has_synced = True
             for slot in self.service.slots:
                 if slot.joined:
-                    line = self.service.call_server(slot, "last_lines", "weights were not loaded", 1)
+                    line = self.service.call_server(slot, "last_line", "weights were not loaded")
                     if line:
                         print(f"policy servers: WARNING: {line}")
 

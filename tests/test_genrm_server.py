@@ -1436,8 +1436,8 @@ def test_what_a_child_said_is_that_of_this_start(tmp_path, stand_in):
     child = genrm_server.Process(log, command, dict(os.environ))
     child.start()
     until(lambda: not child.alive())
-    assert child.last_lines("WARNING", 1) == "WARNING: of this one" == child.last_lines()
-    assert not child.last_lines("earlier")
+    assert child.last_line("WARNING") == "WARNING: of this one" == child.failure_lines()
+    assert not child.last_line("earlier")
     child.stop()
 
 
@@ -1449,7 +1449,7 @@ def test_a_log_has_no_colours(tmp_path):
     )
     child.start()
     until(lambda: not child.alive())
-    assert child.last_lines() == "0"  # This wins over FORCE_COLOR.
+    assert child.failure_lines() == "0"  # This wins over FORCE_COLOR.
     child.stop()
 
 
@@ -1461,7 +1461,7 @@ def test_files_of_the_user_do_not_replace_ours_in_a_child(tmp_path, monkeypatch)
     child = genrm_server.Process(tmp_path / "log", command, os.environ | {"PYTHONPATH": str(tmp_path)})
     child.start()
     until(lambda: not child.alive())
-    assert child.last_lines() == f"{ROOT}/router.py"
+    assert child.failure_lines() == f"{ROOT}/router.py"
     child.stop()
 
 
@@ -1472,7 +1472,7 @@ def test_a_child_has_a_folder_although_tmp_is_read_only(tmp_path, monkeypatch):
     child = genrm_server.Process(tmp_path / "log", command, dict(os.environ))
     child.start()
     until(lambda: not child.alive())
-    assert child.last_lines() == child.folder and Path(child.folder).parent == tmp_path
+    assert child.failure_lines() == child.folder and Path(child.folder).parent == tmp_path
     child.stop()
     assert not Path(child.folder).exists()
 
@@ -1498,7 +1498,7 @@ def test_a_group_is_killed_whatever_its_processes_have_mapped(tmp_path, monkeypa
     child.start()
     pid = child.child.pid
     try:
-        until(lambda: child.last_lines("mapped"))
+        until(lambda: child.last_line("mapped"))
         if problem == "a file of another user":
 
             def refuse(path, **more):
