@@ -1234,8 +1234,9 @@ def test_a_file_that_cannot_be_loaded(local_ray, tmp_path):
         make_manager(reward_fn=f"{tmp_path}/bad.py:f", num_workers=1)
 
 
-def test_a_grading_process_that_cannot_load_its_function_ends_without_a_traceback(tmp_path, capfd):
-    (tmp_path / "broken.py").write_text("raise OSError('no licence')\n")
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_grading_process_that_cannot_load_its_function_ends_without_a_traceback(tmp_path, capfd, error):
+    (tmp_path / "broken.py").write_text(f"raise {error.__name__}('no licence')\n")
     job = reward_worker.Job(f"{tmp_path}/broken.py:f", {}, {}, None, False, False, 9.0)
     grader = reward_worker.Grader(SimpleNamespace(job=job))
     with pytest.raises(ValueError, match="no licence"):
@@ -1243,6 +1244,21 @@ def test_a_grading_process_that_cannot_load_its_function_ends_without_a_tracebac
     assert grader.process.wait(60) == 0
     grader.pipe.close()
     assert capfd.readouterr().err == ""
+
+
+def test_a_default_timeout_of_the_function_does_not_end_a_grading_process(tmp_path):
+    """The module of an async function may set it in the worker."""
+    (tmp_path / "one.py").write_text("def f(): return 1.0\n")
+    job = reward_worker.Job(f"{tmp_path}/one.py:f", {}, {}, None, False, False, 9.0)
+    grader = reward_worker.Grader(SimpleNamespace(job=job))
+    socket.setdefaulttimeout(60)
+    try:
+        grader.open()
+    finally:
+        socket.setdefaulttimeout(None)
+    time.sleep(0.1)  # The process waits for a sample.
+    assert json.loads(grader.ask(0, pickle.dumps({}), 60)) == [[[1.0, {"score": 1.0}, "ok"]], False]
+    grader.close()
 
 
 # ---- judges, limits, retries
