@@ -1580,8 +1580,8 @@ def test_baseline_only_measures(script, flawed):
 
 
 def test_a_judge_that_fails_for_a_while_is_waited_for():
-    judge = Judge(*[500, 503, 429, 408, "die"] * 5, "\\boxed{1}")
-    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 26
+    judge = Judge(*[500, 503, 429, 408, 425, "die"] * 5, "\\boxed{1}")
+    assert score_with(judge)["score"] == 0.0 and len(judge.requests) == 31
     assert judge.requests[0] == judge.requests[-1]
     judge = Judge(503)
     result = score_with(judge, genrm_timeout_s=1.5)
@@ -1781,6 +1781,7 @@ def test_a_failure_inside_a_good_reply_is_tried_again(reply):
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
         b"HTTP/1.1 500 no\r\nContent-Length: 3\r\n\r\nInternal Server Error",
         b"HTTP/1.1 503 no\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 502 no\r\nContent-Length: 2\r\n\r\n\xff\xfe",
     ],
 )
 def test_a_malformed_response_is_tried_again_with_the_same_limit(response):
@@ -1829,11 +1830,12 @@ class RenamedJudge(Judge):
     400.
     """
 
-    name, context, prompt_tokens = "judge_v1", 100, 40
+    name, context, prompt_tokens, status, others = "judge_v1", 100, 40, 400, []
 
     async def models(self, request):
         self.model_lookups += 1
-        return web.json_response({"data": [{"id": self.name, "max_model_len": self.context}]})
+        card = {"id": self.name, "max_model_len": self.context}
+        return web.json_response({"data": [*self.others, card]})
 
     async def chat(self, request):
         body = await request.json()
@@ -1843,7 +1845,7 @@ class RenamedJudge(Judge):
         if self.prompt_tokens + body.get("max_tokens", 1) > self.context:
             self.requests.append(body)
             error = gateway_error(code=400, message="'max_tokens' or 'max_completion_tokens' is too large")
-            return web.json_response(error, status=400)
+            return web.json_response(error, status=self.status)
         return await super().chat(request)
 
 
@@ -1925,11 +1927,14 @@ def test_a_judge_with_a_small_context_answers_as_far_as_its_context_goes(max_tok
     assert not any("max_completion_tokens" in request for request in judge.requests)
 
 
-def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_too():
+@pytest.mark.parametrize("status", [400, 200])  # Some gateways report a failure only in the body.
+def test_a_judge_with_a_small_context_answers_under_the_name_that_the_user_gave_too(status):
     judge = RenamedJudge("\\boxed{1}")
+    judge.status, judge.others = status, [{"id": "another"}]
     result = score_with(judge, genrm_model="judge_v1", genrm_max_tokens=80)
     assert (result["score"], result["genrm_status"]) == (0.0, "ok")
     assert [request.get("max_tokens") for request in judge.requests] == [80, None]
+    assert "max_completion_tokens" not in judge.requests[1]
 
 
 def test_a_chosen_judge_with_a_small_context_is_looked_up_once():
@@ -1964,7 +1969,9 @@ def test_a_judge_that_renames_the_limit_gets_it_under_its_name():
 def test_a_prompt_that_no_context_holds_is_a_failure():
     judge = RenamedJudge("\\boxed{1}")
     judge.prompt_tokens = 200
-    assert score_with(judge)["genrm_status"] == "http_error" and len(judge.requests) == 1
+    result = score_with(judge)
+    assert (result["genrm_status"], len(judge.requests)) == ("http_error", 1)
+    assert "400" in result["genrm_error"]
 
 
 def test_half_of_an_emoji_does_not_reach_the_judge():
@@ -2151,6 +2158,9 @@ def test_every_event_loop_has_its_own_session():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert results == [0.0] * 4
+    for _ in range(3):
+        asyncio.run(scores._session())
+    assert len(scores._sessions) == 1  # Those of closed event loops are forgotten.
 
 
 # --- a discriminative reward model --------------------------------------------------------------------------
