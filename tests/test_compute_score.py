@@ -643,7 +643,12 @@ def test_a_change_of_meaning_is_wrong_and_a_spelling_right(answer, truth, equal)
     assert scores.is_equal(answer, truth) is equal
 
 
-NO_ANSWERS = ["", " ", None, [], ["1", "2"], {"answer": "1"}, float("nan")]
+def test_the_order_of_a_list_counts():
+    """With math-verify, only the order of lists with names, units or parentheses counts."""
+    assert not scores.is_equal("2, 1", "1, 2")
+
+
+NO_ANSWERS = ["", " ", None, [], [4], ["1", "2"], {"answer": "1"}, float("nan")]
 # The same as text: several answers, objects, and lists whose quotes or backslashes are missing.
 NO_ANSWERS += ['["1", "2"]', "[]", "{}", "[null]", "{'a': 1}", '[{"input": "1"}]', "['1' '2']"]
 NO_ANSWERS.append('["\\frac12"]')
@@ -1326,6 +1331,11 @@ def test_only_the_policys_turns_contain_its_answer(texts, truth, pred):
     array = numpy.array(turns, dtype=object)  # as in a row of pandas
     assert scores.compute_score("x", text, truth, turns=array) == expected
     assert scores.show_solution(text, array) == scores.show_solution(text, turns)
+    alone = f"\\boxed{{{truth}}}"
+    assert scores.compute_score("x", alone, truth, turns=None)[
+        "acc"
+    ]  # as in a file in which other rows have turns
+    assert scores.show_solution(alone, None) == alone
     judged = asyncio.run(scores.compute_score_baseline("x", text, truth, EXTRA, turns=turns))
     assert judged.items() >= expected.items()
     assert classify(truth, [0.5], text, turns=turns)[0] == expected | {"score": 0.5}
@@ -1459,7 +1469,7 @@ def test_fapo_says_what_is_missing():
     with pytest.raises(ValueError, match=no_judge):
         asyncio.run(scores.compute_score_fapo("x", RIGHT, "42", EXTRA))
     questions = ("", " \n", float("nan"), ["?"])
-    for question in ({}, *({"question": value} for value in questions)):
+    for question in ({}, None, *({"question": value} for value in questions)):
         judge = Judge("\\boxed{-1}")
         row = {"data_source": "x", "reward_model": {"ground_truth": "1"}, "extra_info": question}
         has_judge = {"reward_router_address": "h:1"}
@@ -1470,9 +1480,11 @@ def test_fapo_says_what_is_missing():
             scores.compute_score_fapo.check_row(row, has_judge)
         with pytest.raises(ValueError, match=no_judge):
             scores.compute_score_fapo.check_row(row, {})
+        with pytest.raises(ValueError, match="extra_info.'question'. is"):
+            scores.compute_score_fapo.check_row(row, {"reward_router_addresses": {"genrm": "h:1"}})
         # Only rows that the judge reads need a problem.
         scores.compute_score_baseline.check_row(row, {})
-        row["extra_info"] = question | {"split": "test"}
+        row["extra_info"] = (question or {}) | {"split": "test"}
         for settings in (has_judge, {}):
             scores.compute_score_fapo.check_row(row, settings)
         with pytest.raises(ValueError, match="extra_info.'question'. is"):
@@ -1644,7 +1656,7 @@ def test_a_judge_that_starts_late_loses_nothing():
 
 def test_the_key_in_the_environment_is_sent(monkeypatch):
     judge = Judge("\\boxed{-1}")
-    monkeypatch.setenv("ROUTER_API_KEY", "old,secret\n")  # The router accepts both.
+    monkeypatch.setenv("ROUTER_API_KEY", "old, secret\n")  # The router accepts both.
     score_with(judge)
     monkeypatch.delenv("ROUTER_API_KEY")
     score_with(judge)
@@ -1907,10 +1919,10 @@ def test_a_server_without_a_list_needs_the_name_of_a_model():
 
 def test_a_list_without_models_is_asked_for_again():
     judge = Judge("\\boxed{-1}")
-    lists = [[], [], [judge.card]]
+    lists = [[], {"data": []}, {"data": [judge.card]}]
 
     async def models(request):
-        return web.json_response({"data": lists.pop(0)})
+        return web.json_response(lists.pop(0))
 
     judge.models = models
     assert score_with(judge)["score"] == 1.0 and lists == []
