@@ -1096,7 +1096,7 @@ def _agree(parts, true_parts):
 
     Names in words may be paraphrases, so they disagree only if a name has another place on the other side.
     """
-    own, true = [{name for name, _, _ in side if name} for side in (parts, true_parts)]
+    own, true = [{name for name, _, _ in side} for side in (parts, true_parts)]
     shared = own & true
     for (name, _, unit), (true_name, _, true_unit) in zip(parts, true_parts):
         names = {name, true_name} - {""}
