@@ -753,7 +753,7 @@ async def _check_name(address, model):
     """Raise ValueError if the server at this address lists other models. They are other judges."""
     names = [model]
     with contextlib.suppress(Exception):  # Some servers have no list.
-        names = [str(card["id"]) for card in await listed_models(address)]
+        names = [card["id"] for card in await listed_models(address)]
     if model not in names:
         raise ValueError(
             f"the requests are for the model {model!r}, but http://{address} serves "
@@ -843,7 +843,7 @@ async def served_model(address: str, model: str | None = None) -> dict:
                     f"http://{address} does not list its models (/v1/models); name a model with genrm_model "
                     f"(`model` in a call of chat); the server says: {error.message}"
                 ) from error
-            names = ", ".join(str(card["id"]) for card in found)
+            names = ", ".join(card["id"] for card in found)
             if model is not None:
                 found = [card for card in found if card["id"] == model]
             if len({card.get("root") or card["id"] for card in found}) > 1:

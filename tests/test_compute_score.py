@@ -1891,8 +1891,9 @@ def test_a_judge_that_is_replaced_in_the_middle_of_a_run_is_named_and_not_follow
     asyncio.run(main())
 
 
-def test_one_of_several_models_must_be_chosen():
-    cards = [{"id": "a", "root": "/a"}, {"id": "b", "root": "/b"}]
+@pytest.mark.parametrize("roots", [("/a", "/b"), (None, None)])
+def test_one_of_several_models_must_be_chosen(roots):
+    cards = [{"id": name, "root": root} for name, root in zip("ab", roots)]
     judge = Judge("\\boxed{-1}")
 
     async def models(request):
@@ -1904,7 +1905,7 @@ def test_one_of_several_models_must_be_chosen():
     assert (result["score"], result["genrm_status"], judge.requests) == (None, "http_error", [])
     assert "serves several models (a, b); choose one with genrm_model" in result["genrm_error"]
     assert score_with(judge, genrm_model="b")["score"] == 1.0 and judge.requests[0]["model"] == "b"
-    cards[1]["root"] = "/a"  # Both are names of one model.
+    cards[0]["root"] = cards[1]["root"] = "/a"  # Both are names of one model.
     assert score_with(judge)["score"] == 1.0 and judge.requests[1]["model"] == "a"
 
 
