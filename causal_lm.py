@@ -155,7 +155,8 @@ def from_files(kind, source: str, trust_remote_code: bool):
             ) from error
         raise ValueError(
             f"--model {source}: config.json or a file of the tokenizer cannot be read ({why}); if it is "
-            "missing, truncated or changed, copy it again; if it is newer than transformers, update that"
+            "missing, truncated or changed, copy it again; if it is newer than transformers, update "
+            "transformers"
         ) from error
 
 

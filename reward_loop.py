@@ -888,7 +888,7 @@ def chosen_models(settings: dict) -> list[str | None]:
 def changes_between(before, now: dict) -> list[str]:
     """Return the names of the values that have changed between two results of `scored_by`.
 
-    `before` may be of another version. A model that did not respond at one of the starts does not count.
+    Another version may have written `before`. A model that did not respond at one start counts as unchanged.
     """
     has_keys = isinstance(before, dict) and before.keys() == now.keys()
     if not has_keys or type(before.get("files")) is not type(now.get("files")):  # once with the files' names

@@ -25,7 +25,7 @@ from genrm_server import Config, ModelServers, VllmServer, count_gpus, resolve_c
 RANK_CPUS = 0.25
 SERVER_CPUS = 0.5
 RESERVE_TIMEOUT = 60.0  # seconds to wait for free resources in the cluster
-# What the processes of a name may pass to share a GPU; all other names are those of judges.
+# The flag that lets the processes of this name share a GPU. All other names belong to judges.
 SHARES = {"rank": "--policy-gpu-share 0.5", "policy server": "--rollout-gpu-share 0.2"}
 SLEEPER_GPUS = 1e-4  # Ray's smallest fraction of a GPU, for servers that sleep during other work
 
