@@ -96,7 +96,7 @@ class Config:
     )
     # How the router chooses a server: each in turn, or the one with the fewest running requests.
     policy: Literal["round_robin", "least_loaded"] = "round_robin"
-    # Maximum number of servers that get a request. Servers that cannot be reached do not count.
+    # Maximum number of servers that get the same request. Servers that cannot be reached do not count.
     max_attempts: int = 3
     unhealthy_after: int = 3  # Number of consecutive failures after which a server leaves the rotation.
     health_interval: float = 5.0  # Time between health checks, in seconds. A status below 500 is healthy.

@@ -173,7 +173,7 @@ def test_gspo_by_hand():
     assert sums["approx_kl_sum"] == pytest.approx(kl, rel=1e-5)  # a mean over tokens, for every loss
     # The padding does not count in the sequence's ratio.
     assert losses_of([[0.3, 0.0, 0.0]], [1.0], [1], **wide)[0] == pytest.approx(-math.exp(0.3), rel=1e-5)
-    # A sequence without a token of the policy only counts.
+    # A sequence without a token of the policy adds no loss, but counts in the mean.
     assert losses_of(log_ratios, [2.0, 1.0], [3, 0], **wide)[0] == pytest.approx(-math.exp(0.2), rel=1e-5)
     # The mini-batch has four sequences. With one advantage per token, this is GSPO-token.
     assert losses_of(log_ratios, [2.0, 1.0], [3, 1], num_sequences=4, **wide)[0] == pytest.approx(loss / 2)

@@ -153,7 +153,7 @@ def test_a_run_that_lacks_a_judge_or_a_setting_is_rejected_before_it_starts(
 def test_all_verdicts_on_an_answer_share_one_time_limit(serve, monkeypatch, name):
     """Otherwise the reward loop's limit would cut off the call, and the first verdict would be lost.
 
-    A clock tells that the first verdict took 59 s of the 60 s.
+    The simulated clock says that the first verdict took 59 of the 60 s.
     """
 
     async def handler(request):
