@@ -2,8 +2,8 @@
 
     python router.py --port 30000 --workers http://a:8000 http://b:8000
 
-The router forwards the paths of --forward and rejects all others, and all requests of web pages, which have
-an Origin header. Its own endpoints:
+The router forwards the paths of --forward and rejects all others, and all requests with an Origin header,
+such as the POST requests of web pages. Its own endpoints:
     GET /health                 returns 200 if at least one server is healthy, else 503; needs no key
     GET /workers, /metrics      lists the servers and their state, as JSON or as Prometheus text
     POST /workers {"url": U}    adds a server; needs the servers' key, or else the clients'
