@@ -1417,6 +1417,7 @@ def _compare(sides):
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import nan, oo, zoo
+    from sympy.core.function import Application
     from sympy.logic.boolalg import Boolean
 
     # By default, math-verify drops units at the end, such as the t of 5t.
@@ -1432,11 +1433,13 @@ def _compare(sides):
     if not verify(*parsed, timeout_seconds=None, raise_on_error=True):
         return False
     with contextlib.suppress(TypeError, AttributeError):  # not numbers, or texts that cannot be read
-        truth, answer = (side[0].doit() for side in parsed)
-        # math-verify takes an infinity inside of a value, such as \max(\infty,5), for any number.
-        values = [value for value in (truth, answer) if not isinstance(value, Boolean)]
-        if len({value.has(oo, -oo, zoo, nan) for value in values}) > 1:
-            return False
+        truth, answer = (side[0] for side in parsed)
+        # math-verify takes a function of infinity, such as \max(\infty,5), for any number.
+        if truth.has(Application) or answer.has(Application):
+            truth, answer = truth.doit(), answer.doit()
+            values = [side for side in (truth, answer) if not isinstance(side, Boolean)]
+            if len({value.has(oo, -oo, zoo, nan) for value in values}) > 1:
+                return False
         # math-verify rounds to six decimals, so all small numbers would be equal.
         return bool(abs(answer - truth) <= 1e-5 * abs(truth))
     return True

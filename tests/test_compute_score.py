@@ -2724,6 +2724,7 @@ a^2+2 | a^2+2ab
 (\max(\infty,3),\max(\infty,7)) | (3,7)
 """
 VALUES = r"""
+10^{10^{10}}-1 | -1+10^{10^{10}}
 r(R-r) | rR-r^2
 2\Omega | \Omega+\Omega
 (1,2) | x=1,y=2
