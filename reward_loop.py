@@ -167,7 +167,10 @@ class RewardOptions:
             raise ValueError("--genrm cannot be combined with --router-address; pass only one of them")
         for address in addresses.values():
             if not re.fullmatch(r"[^/@]+:\d+", address):
-                raise ValueError(f"--router-address {address}: must be host:port or NAME=host:port")
+                shown = address.rpartition("@")[2]  # without a password
+                raise ValueError(
+                    f"--router-address {shown}: must be host:port or NAME=host:port, without a user"
+                )
         if models or addresses:
             router_key()
         if len(self.reward_model_task) not in (1, len(models or addresses)):

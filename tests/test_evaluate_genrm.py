@@ -321,6 +321,7 @@ def test_limit_and_bad_files(bench, tmp_path):
         ("router-address", "http://127.0.0.1:1", "must be host:port"),
         ("router-address", "127.0.0.1", "must be host:port"),
         ("router-address", "genrm=127.0.0.1:1", "must be host:port"),
+        ("router-address", "user:password@h:1", "must be host:port"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(
@@ -334,7 +335,8 @@ def test_settings_that_measure_nothing_are_refused(
     monkeypatch.setattr(sys, "argv", ["evaluate_genrm.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         evaluate_genrm.main()
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: --{flag} {value}: {problem}\n")
+    shown = str(value).removeprefix("user:password@")  # Errors show no password.
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: --{flag} {shown}: {problem}\n")
     assert out.read_text() == "an earlier result"
 
 

@@ -98,7 +98,7 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path):
         (dict(data=good, out=out, reward_kwargs='{"key": "s3cret"'), "(Expecting ',' delimiter: line 1 col"),
         (dict(data=good, out=out, reward_kwargs='{"key": "s3cret", "a": NaN}'), "numbers must be finite"),
         (dict(data=good, out=out, router_address=("http://h:1",)), "host:port"),
-        (dict(data=good, out=out, router_address=("user:password@h:1",)), "must be host:port"),
+        (dict(data=good, out=out, router_address=("user:password@h:1",)), "-address h:1: must be host:port"),
         (dict(data=good, out=out, num_workers=-1), "--num-workers -1: must be at least 0"),
         (dict(data=good, out=out, reward_fn="none.py:f"), "none.py does not exist"),
     ]

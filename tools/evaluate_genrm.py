@@ -71,8 +71,9 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} {value}: must be at least 1")
-        if not re.fullmatch(r"[^/=]+:\d+", self.router_address):
-            raise ValueError(f"--router-address {self.router_address}: must be host:port")
+        if not re.fullmatch(r"[^/=@]+:\d+", self.router_address):
+            shown = self.router_address.rpartition("@")[2]  # without a password
+            raise ValueError(f"--router-address {shown}: must be host:port")
         if self.out.suffix != ".parquet":
             raise ValueError(f"--out {self.out}: must end in .parquet")
         if self.out.is_dir():
