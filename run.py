@@ -821,7 +821,7 @@ def import_tools(lack: str = ""):
         import tools.diagnose
         import tools.merge_lora
         import tools.view_run
-    except ImportError as error:
+    except (ImportError, FileNotFoundError) as error:  # tools/findings.toml may be missing.
         if lack:
             print(f"{lack} ({error})")
         return None
