@@ -1768,10 +1768,10 @@ def test_blocked_event_loop_of_a_worker(start, monkeypatch, caplog):
 
 @pytest.mark.slow
 def test_neighbours_of_one_that_blocks_are_scored(start, monkeypatch, caplog):
-    monkeypatch.setattr(reward_loop, "BLOCKED_S", 2.0)
     manager = start(f"{FAULTS}:blocks", timeout=6.0)
     manager.score_batch([sample(f"not a number: {number}") for number in range(12)])
     assert caplog.text.count("a sample got no score") == 10  # Other warnings are still logged.
+    monkeypatch.setattr(reward_loop, "BLOCKED_S", 2.0)
     results = manager.score_batch([sample(text) for text in ["2"] * 10 + ["-4"] * 2])
     assert [result["status"] for result in results] == ["ok"] * 12
     assert "does not respond: its async reward function blocks" in caplog.text
