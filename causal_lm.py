@@ -156,7 +156,7 @@ def from_files(kind, source: str, trust_remote_code: bool):
         raise ValueError(
             f"--model {source}: config.json or a file of the tokenizer cannot be read ({why}); if it is "
             "missing, truncated or changed, copy it again; if it is newer than transformers, update "
-            "transformers"
+            "transformers; if it is on the Hub, check the name and the network"
         ) from error
 
 

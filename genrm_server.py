@@ -93,8 +93,8 @@ class Config:
         if not is_model and (path.exists() or not is_on_hub):
             flag = "--genrm" if self.flag_prefix == "genrm-" else "--model"
             raise ValueError(
-                f"{flag} {self.model}: must be a folder with config.json (of a run: checkpoints/step_N), or "
-                "a Hub name"
+                f"{flag} {self.model}: must be a folder with config.json and without starts.jsonl (of a run: "
+                "checkpoints/step_N), or a Hub name"
             )
         share = f"--{self.flag_prefix}gpu-share {self.gpu_share}"
         if not 0 < self.gpu_share <= 1:

@@ -134,7 +134,9 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
                 placed = f" in addition to {', '.join(placed)}" if placed else ""
-                shares = dict.fromkeys(SHARES.get(other, "--genrm-gpu-share 0.25") for other in specs)
+                # A process with several GPUs cannot share them.
+                small = [other for other in specs if specs[other].share <= 1]
+                shares = dict.fromkeys(SHARES.get(other, "--genrm-gpu-share 0.25") for other in small)
                 remedy = f"lower their shares of a GPU ({' '.join(shares)}), or start fewer processes"
                 if "rank" in specs:  # Judges of score_file.py have no --device.
                     remedy += ", or pass --device cpu for a tiny policy"
