@@ -676,6 +676,9 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path, monkeypatch
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (offline,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    end = time.monotonic() + 60
+    while b"reward/mean" not in offline.read_bytes() and time.monotonic() < end:
+        time.sleep(0.1)  # A process of W&B writes the file.
     assert b"reward/mean" in offline.read_bytes() and (tmp_path / "wandb_id").read_text() in offline.name
     tables = sorted(map(Path.read_text, (tmp_path / "wandb").rglob("samples_*.table.json")))
     columns = ["step", "data_source", "prompt", "ground_truth", "response", "reward_score"]
