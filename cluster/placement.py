@@ -134,24 +134,28 @@ def pack_gpus(specs: dict[str, ProcessSpec], gpus: float) -> list[GpuSlot]:
             if best is None:
                 placed = [f"{name} {number}" for slot in slots for name, number in slot.processes]
                 placed = f" in addition to {', '.join(placed)}" if placed else ""
-                # A process with several GPUs cannot share them.
-                small = [other for other in specs if specs[other].share <= 1]
-                shares = dict.fromkeys(SHARES.get(other, "--genrm-gpu-share 0.25") for other in small)
-                remedy = f"lower their shares of a GPU ({' '.join(shares)}), or start fewer processes"
-                if "rank" in specs:  # Judges of score_file.py have no --device.
-                    remedy += ", or pass --device cpu for a tiny policy"
-                if size > gpus:
-                    remedy = (
-                        "make more GPUs visible, lower the number of GPUs per server, or pass --device cpu"
-                    )
-                elif spec.apart and spec.count > gpus:
-                    remedy = "ranks cannot share a GPU; lower --policy-ranks"
                 raise ValueError(
                     f"not enough GPUs: {name} {number} needs {spec.share:g} of {gpus:g} GPUs"
-                    f"{placed}; {remedy}"
+                    f"{placed}; {remedy_for(spec, specs, gpus)}"
                 )
             best.processes[name, number] = spec
     return slots
+
+
+def remedy_for(spec: ProcessSpec, specs: dict[str, ProcessSpec], gpus: float) -> str:
+    """Return what to do if a process with this spec does not fit onto the GPUs."""
+    if math.ceil(spec.gpus) > gpus:
+        return "make more GPUs visible, lower the number of GPUs per server, or pass --device cpu"
+    if spec.apart and spec.count > gpus:
+        return "ranks cannot share a GPU; lower --policy-ranks"
+    remedies = ["start fewer processes"]
+    small = [name for name, other in specs.items() if other.share <= 1]  # Larger ones cannot share GPUs.
+    if small:
+        shares = dict.fromkeys(SHARES.get(name, "--genrm-gpu-share 0.25") for name in small)
+        remedies.insert(0, f"lower their shares of a GPU ({' '.join(shares)})")
+    if "rank" in specs:  # Judges of score_file.py have no --device.
+        remedies.append("pass --device cpu for a tiny policy")
+    return ", or ".join(remedies)
 
 
 def layout(specs: dict[str, ProcessSpec], gpus: float) -> tuple[list[dict], dict]:

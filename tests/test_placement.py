@@ -154,6 +154,7 @@ def test_plans_that_fit_are_hardly_ever_refused():
             2,
             "rank 1 needs 0.6 of 2 GPUs in addition to server 0, rank 0; lower their shares of a GPU",
         ),
+        ({"genrm": Spec(2, 0, 2.0)}, 3, "needs 2 of 3 GPUs in addition to genrm 0; start fewer processes"),
         ({"genrm": Spec(2, 0, 1.0)}, 1, "in addition to genrm 0; lower their shares of a GPU (--genrm-gpu-"),
         ({"rank": Spec(7, 0, 1.0), "server": Spec(1, 0, 2.0)}, 8, "rank 6 needs 1 of 8 GPUs"),
     ],
