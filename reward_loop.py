@@ -166,11 +166,7 @@ class RewardOptions:
         if models and addresses:
             raise ValueError("--genrm cannot be combined with --router-address; pass only one of them")
         for address in addresses.values():
-            if not re.fullmatch(r"[^/@]+:\d+", address):
-                shown = address.rpartition("@")[2]  # without a password
-                raise ValueError(
-                    f"--router-address {shown}: must be host:port or NAME=host:port, without a user"
-                )
+            check_address(address, "host:port or NAME=host:port, without a user")
         if models or addresses:
             router_key()
         if len(self.reward_model_task) not in (1, len(models or addresses)):
@@ -232,10 +228,9 @@ class RewardOptions:
 def start_rewards(options: RewardOptions, stack, reservation=None, *, sleep_mode=False):
     """Start a RewardLoopManager and its reward models, which end with `stack` (a contextlib.ExitStack).
 
-    Raises the errors of RewardLoopManager, and those of RewardModelManager if it starts models.
-
     Without a `reservation` (cluster.placement.Reservation), the RewardModelManager creates one. With
-    `sleep_mode`, the reward models sleep between batches.
+    `sleep_mode`, the reward models sleep between batches. Raises the errors of RewardLoopManager, and those
+    of RewardModelManager if it starts models.
     """
     options.make_job()  # This checks the options before Ray starts.
     import ray
@@ -793,6 +788,13 @@ def by_group(samples: list[dict]) -> list[list[int]]:
 
 
 # ---- which models an address lists
+
+
+def check_address(address: str, form: str) -> None:
+    """Raise ValueError if this is not host:port. The error asks for `form`, and shows no password."""
+    if not re.fullmatch(r"[^/=@]+:\d+", address):
+        shown = address.rpartition("@")[2]
+        raise ValueError(f"--router-address {shown}: must be {form}")
 
 
 def models_to_ask(addresses: dict[str, str], job: Job) -> dict[str, dict]:

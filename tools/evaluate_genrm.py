@@ -24,7 +24,6 @@ log-probabilities.
 
 import json
 import math
-import re
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compute_score as scores
 from command_line import IN_WORDS, cli, json_object, one_line_errors
 from prepare_data import ROWS_AT_ONCE, checked_row, errors_at, read_rows, validate_row
-from reward_loop import RewardOptions, listed_models, only_model, served_models
+from reward_loop import RewardOptions, check_address, listed_models, only_model, served_models
 from reward_worker import fingerprints, flag, sha256
 from score_file import score_samples
 
@@ -71,9 +70,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} {value}: must be at least 1")
-        if not re.fullmatch(r"[^/=@]+:\d+", self.router_address):
-            shown = self.router_address.rpartition("@")[2]  # without a password
-            raise ValueError(f"--router-address {shown}: must be host:port")
+        check_address(self.router_address, "host:port")
         if self.out.suffix != ".parquet":
             raise ValueError(f"--out {self.out}: must end in .parquet")
         if self.out.is_dir():
