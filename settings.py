@@ -30,6 +30,8 @@ ONLY_WITH = {
     "val_file": "val_n val_greedy",
     "overlong_buffer": "overlong_factor",
 }
+# The settings of the policy's vLLM servers, which --rollout hf does not start.
+OF_SERVERS = "rollout_servers rollout_tensor_parallel rollout_gpu_share rollout_cpus rollout_vllm_args"
 
 
 @dataclass(kw_only=True)
@@ -248,10 +250,7 @@ class Config(reward_loop.RewardOptions, PolicyOptions):
             )
         if self.rollout != "auto" or self.device == "cpu":  # Otherwise, the number of GPUs decides later.
             if self.resolved(0).rollout == "hf":  # This checks what the kind of rollout requires.
-                names = (
-                    "rollout_servers rollout_tensor_parallel rollout_gpu_share rollout_cpus rollout_vllm_args"
-                )
-                check_unused(self, names.split(), "--rollout vllm")
+                check_unused(self, OF_SERVERS.split(), "--rollout vllm")
         check_loggers(self)
         self.make_job()  # This checks all numbers and the settings of the rewards, and loads the function.
         for name in ("advantage_kwargs", "loss_kwargs"):

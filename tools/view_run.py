@@ -6,7 +6,7 @@
 Pass the output directory of a run (--out-dir of grpo_trainer.py), or a directory that contains runs. Runs may
 still be in progress.
 
-Needs tools/page/, tools/findings.toml, diagnose.py, command_line.py, reward_worker.py, run_folder.py, and
+Needs tools/page/, diagnose.py (with findings.toml), command_line.py, reward_worker.py, run_folder.py, and
 toy/toy_world.py (with compute_score.py) for the oracle of the toy world. Not covered: statistical tests
 between runs; messages of a prompt other than the question.
 
